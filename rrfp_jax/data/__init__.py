@@ -1,0 +1,1 @@
+"""Datasets that every machine has, and how they become microbatches."""

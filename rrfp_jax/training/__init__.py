@@ -1,0 +1,1 @@
+"""What turns a pipeline into a training run."""
