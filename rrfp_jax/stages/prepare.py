@@ -1,0 +1,79 @@
+"""What is computed from parameters alone: once per step, not once per microbatch.
+
+Mixed precision casts every weight, tied embeddings are transposed: such values
+depend on the parameters only. `hoist` takes their equations out of a task's
+program. Each gets a key, the text of the expression that computes it, so that the
+programs of different buckets share one copy.
+
+An expression that makes more bytes than it reads (a broadcast to the shape of an
+activation) stays where it is: it is cheap to compute and dear to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from rrfp_jax.stages.program import Program, needed, num_bytes, operands, reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """Values computed from a stage's parameters.
+
+    Attributes:
+      program: Takes all parameters of the stage, gives the values.
+      variables: The values' variables in the program that they were taken out of.
+      keys: For each value, a digest of the expression that computes it; equal keys
+        mean equal values.
+    """
+
+    program: Program
+    variables: tuple[Var, ...]
+    keys: tuple[str, ...]
+
+
+def hoist(
+    program: Program, parameters: Sequence[Var]
+) -> tuple[Preparation, tuple[JaxprEqn, ...]]:
+    """Takes the equations that need `parameters` alone out of a program.
+
+    Returns:
+      Their results that the rest reads, and the equations that remain.
+    """
+    keys: dict[Var, str] = {var: f"parameter {i}" for i, var in enumerate(parameters)}
+    hoisted, rest = [], []
+    for equation in program.equations:
+        read = list(operands(equation))
+        fits = sum(num_bytes(var.aval) for var in equation.outvars) <= sum(
+            num_bytes(var.aval) for var in read
+        )
+        if read and fits and all(var in keys for var in read):
+            hoisted.append(equation)
+            for position, var in enumerate(equation.outvars):
+                keys[var] = _key(equation, position, keys)
+        else:
+            rest.append(equation)
+    made = {var for equation in hoisted for var in equation.outvars}
+    wanted = tuple(var for var in reads(rest, program.outputs) if var in made)
+    preparation = Preparation(
+        program=Program(
+            inputs=tuple(parameters), outputs=wanted, equations=needed(hoisted, wanted)
+        ),
+        variables=wanted,
+        keys=tuple(keys[var] for var in wanted),
+    )
+    return preparation, tuple(rest)
+
+
+def _key(equation: JaxprEqn, position: int, keys: dict[Var, str]) -> str:
+    def text(atom: Any) -> str:
+        return f"{atom.val!r}:{atom.aval}" if isinstance(atom, Literal) else keys[atom]
+
+    parameters = sorted((name, str(value)) for name, value in equation.params.items())
+    written = f"{equation.primitive} {parameters} {[text(a) for a in equation.invars]} {position}"
+    return hashlib.sha256(written.encode()).hexdigest()

@@ -1,0 +1,84 @@
+"""What a stage owns between steps, and the trees that it is a part of.
+
+A stage never holds the whole parameter tree. Its part is the same tree with None
+where another stage holds the leaf: paths, and with them decay masks, stay what they
+are in the user's tree, and jax skips a None as an empty subtree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+Placement = jax.sharding.Sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """One stage between two steps, all of it on the stage's devices.
+
+    Attributes:
+      params: The leaves of the parameter tree that the stage holds, in its order.
+      opt_state: The optimizer's state for those that are trained.
+      rng: The key that the run was started with.
+    """
+
+    params: tuple[jax.Array, ...]
+    opt_state: Any
+    rng: jax.Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Which leaves of the parameter tree a stage holds.
+
+    Attributes:
+      structure: Of the whole tree.
+      leaves: Indices into the whole tree's leaves, ascending.
+      trained: Positions in `leaves` of those that have a gradient.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    leaves: tuple[int, ...]
+    trained: tuple[int, ...]
+
+    def partial_tree(self, trained: Sequence[Any]) -> Any:
+        """The whole tree with the trained leaves of this stage, and None elsewhere."""
+        full: list[Any] = [None] * self.structure.num_leaves
+        for position, leaf in zip(self.trained, trained, strict=True):
+            full[self.leaves[position]] = leaf
+        return jax.tree.unflatten(self.structure, full)
+
+    def pick_trained(self, params: Sequence[Any]) -> list[Any]:
+        """The trained ones among the stage's parameters."""
+        return [params[position] for position in self.trained]
+
+
+def init_stage(
+    init_fn: Callable[[jax.Array], Any],
+    optimizer: optax.GradientTransformation,
+    partition: Partition,
+    placement: Placement,
+    rng: jax.Array,
+) -> StageState:
+    """Materialises one stage: its own parameters and their optimizer state, no others.
+
+    The whole initialisation is traced and only the stage's leaves are outputs, so the
+    compiler drops what makes the others; every leaf is the same bit for bit as in the
+    whole tree.
+    """
+    rng = jax.device_put(rng, placement)
+
+    def own(key: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        leaves = jax.tree.leaves(init_fn(key))
+        params = tuple(leaves[index] for index in partition.leaves)
+        tree = partition.partial_tree(partition.pick_trained(params))
+        return params, optimizer.init(tree)
+
+    params, opt_state = jax.jit(own, in_shardings=placement, out_shardings=placement)(rng)
+    return StageState(params=params, opt_state=opt_state, rng=rng)
