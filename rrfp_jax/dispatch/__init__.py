@@ -1,0 +1,1 @@
+"""The dispatcher: a pure core for each stage, and at the edge the threads that drive it."""

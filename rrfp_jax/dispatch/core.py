@@ -1,0 +1,338 @@
+"""The dispatcher's state machine: one for each stage and step.
+
+Theory of operation. Events go in, instructions come out; nothing else changes the
+state, and time is an argument. The state is in four parts, each with one job:
+
+    Readiness   what has arrived, so which tasks have what they need
+    Admission   which microbatches may enter within the byte budget
+    Arbiter     of the tasks that are ready and may run, which is next
+    Ledger      when everything happened, and what is in flight
+
+An event changes Readiness, and the tasks that it makes ready go to the Arbiter. Then,
+while fewer than ``1 + launch_ahead`` kernels are in flight, the core launches what the
+Arbiter picks; a launch may make further tasks of the same stage ready. So a choice is
+made as late as the device's queue allows, among everything that is ready by then, and
+between two events there is never a free place in the queue and a task to fill it.
+
+    StepStarted     stage 0: all F ready                     -> launches
+    InputArrived    F, or the first backward task, ready     -> launches
+    KernelFinished  a place is free          -> send, release, launches, finish
+    TransferFailed                                           -> fail
+    Tick            nothing in flight for too long           -> fail with a report
+
+An event that breaks the protocol raises and changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, final
+
+from rrfp_jax.dispatch.admission import Admission
+from rrfp_jax.dispatch.arbiter import Policy, make_arbiter
+from rrfp_jax.dispatch.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from rrfp_jax.dispatch.events import (
+    Event,
+    InputArrived,
+    KernelFinished,
+    StepStarted,
+    Tick,
+    TransferFailed,
+)
+from rrfp_jax.dispatch.instructions import Fail, Finish, Instruction, Launch, Release, Send
+from rrfp_jax.dispatch.ledger import Ledger, TaskTimes
+from rrfp_jax.dispatch.readiness import Readiness
+from rrfp_jax.dispatch.report import StageReport
+from rrfp_jax.dispatch.view import CoreView
+from rrfp_jax.hints import HintError
+from rrfp_jax.task import Kind, Payload, StageShape, Task
+
+__all__ = ["StageCore", "TaskTimes"]
+
+
+class _Phase(enum.Enum):
+    WAITING = "has not been started"
+    RUNNING = "is running"
+    FINISHED = "has finished"
+    FAILED = "has failed"
+
+
+@final
+class StageCore:
+    """Decides what one stage does during one step.
+
+    Args:
+      shape: Which tasks the stage has and what it exchanges.
+      policy: A hint (readiness first), or an order of all the stage's tasks to keep.
+      microbatch_bytes: For each microbatch, what it holds here from its F to its release.
+      budget_bytes: What admitted microbatches may hold; exceeded by one microbatch at
+        most. None for any amount. An order bounds memory by itself and ignores it.
+      launch_ahead: Kernels queued behind the running one.
+      deterministic: Run W by microbatch.
+      stall_timeout_ns: With nothing in flight and nothing heard for so long, fail.
+
+    Raises:
+      ValueError: An argument is out of range, or the order is not one to keep.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: StageShape,
+        policy: Policy,
+        microbatch_bytes: Sequence[int],
+        budget_bytes: int | None,
+        launch_ahead: int,
+        deterministic: bool,
+        stall_timeout_ns: int,
+    ) -> None:
+        if launch_ahead < 0:
+            raise ValueError(f"launch_ahead must be 0 or more kernels, got {launch_ahead}.")
+        if stall_timeout_ns <= 0:
+            raise ValueError(f"stall_timeout_ns must be above 0, got {stall_timeout_ns}.")
+        self._shape = shape
+        self._num_microbatches = len(microbatch_bytes)
+        self._num_tasks = self._num_microbatches * len(shape.kinds)
+        self._most_in_flight = 1 + launch_ahead
+        self._stall_timeout_ns = stall_timeout_ns
+        self._readiness = Readiness(shape, self._num_microbatches)
+        self._admission = Admission(microbatch_bytes, budget_bytes)
+        self._ledger = Ledger()
+        parts = (shape, self._num_microbatches, self._readiness, self._admission, self._ledger)
+        self._view = CoreView(*parts)
+        self._arbiter = make_arbiter(
+            policy, self._view, shape, self._admission, deterministic=deterministic
+        )
+        self._report = StageReport(*parts, self._arbiter)
+        self._phase = _Phase.WAITING
+        self._now_ns: int | None = None
+        self._heard_ns = 0
+        self._duplicates = 0
+
+    @property
+    def shape(self) -> StageShape:
+        """Which tasks the stage has."""
+        return self._shape
+
+    @property
+    def view(self) -> CoreView:
+        """What the hint sees."""
+        return self._view
+
+    @property
+    def in_flight(self) -> tuple[Task, ...]:
+        """Launched and not finished, first launched first."""
+        return tuple(self._ledger.in_flight)
+
+    @property
+    def times(self) -> Mapping[Task, TaskTimes]:
+        """The times of finished tasks, in the order of finishing."""
+        return self._ledger.times
+
+    @property
+    def peak_held_bytes(self) -> int:
+        """The most that admitted microbatches held."""
+        return self._admission.peak_held_bytes
+
+    @property
+    def duplicates(self) -> int:
+        """Arrivals that had been here before, and failures of such."""
+        return self._duplicates
+
+    @property
+    def finished(self) -> bool:
+        """Whether every task is done."""
+        return self._phase is _Phase.FINISHED
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step cannot go on; every further event is ignored."""
+        return self._phase is _Phase.FAILED
+
+    def describe(self, now_ns: int) -> str:
+        """The stage's state in words: progress, what it waits for, who owes it.
+
+        Args:
+          now_ns: On the clock of `handle`.
+        """
+        text = self._report.describe(now_ns)
+        return text + f"\n  the step {self._phase.value} here"
+
+    def handle(self, event: Event, now_ns: int) -> list[Instruction]:
+        """Takes one event. The only method that changes anything.
+
+        Args:
+          event: What happened.
+          now_ns: When, on a clock that never goes back.
+
+        Returns:
+          What to do, in this order.
+
+        Raises:
+          ProtocolError: The event cannot be; the core is as it was before.
+          HintError: The hint raised or gave no rank; the step has failed.
+        """
+        if self._phase is _Phase.FAILED:
+            return []
+        if self._now_ns is not None and now_ns < self._now_ns:
+            self._refuse(
+                LocalProtocolError, event, f"time went back from {self._now_ns} ns to {now_ns} ns"
+            )
+        try:
+            match event:
+                case InputArrived(payload=payload, microbatch=microbatch):
+                    return self._input_arrived(event, payload, microbatch, now_ns)
+                case KernelFinished(task=task):
+                    return self._kernel_finished(event, task, now_ns)
+                case StepStarted():
+                    return self._step_started(event, now_ns)
+                case TransferFailed():
+                    return self._transfer_failed(event, now_ns)
+                case Tick():
+                    return self._tick(now_ns)
+        except HintError:
+            self._phase = _Phase.FAILED
+            raise
+
+    def _step_started(self, event: Event, now_ns: int) -> list[Instruction]:
+        if self._phase is not _Phase.WAITING:
+            self._refuse(LocalProtocolError, event, f"the step {self._phase.value}")
+        self._phase = _Phase.RUNNING
+        self._heard(now_ns)
+        self._became_ready(self._readiness.start(), now_ns)
+        return self._launches(now_ns)
+
+    def _input_arrived(
+        self, event: Event, payload: Payload, microbatch: int, now_ns: int
+    ) -> list[Instruction]:
+        self._check_input(event, payload, microbatch, now_ns)
+        if self._readiness.has_arrived(payload, microbatch):
+            self._duplicates += 1
+            return []
+        self._heard(now_ns)
+        self._ledger.arrived(payload, microbatch, now_ns)
+        self._became_ready(self._readiness.arrive(payload, microbatch), now_ns)
+        return self._launches(now_ns)
+
+    def _kernel_finished(self, event: Event, task: Task, now_ns: int) -> list[Instruction]:
+        in_flight = self._ledger.in_flight
+        if not in_flight or in_flight[0] != task:
+            flying = ", ".join(map(str, in_flight)) or "nothing"
+            self._refuse(
+                LocalProtocolError,
+                event,
+                f"kernels finish in launch order and in flight is {flying}",
+                task,
+                now_ns,
+            )
+        self._heard(now_ns)
+        self._ledger.finished(now_ns)
+        instructions: list[Instruction] = []
+        payload = self._shape.output(task.kind)
+        if payload is not None:
+            instructions.append(Send(payload=payload, microbatch=task.microbatch))
+        if task.kind is self._shape.last_kind:
+            self._admission.release(task.microbatch)
+            instructions.append(Release(microbatch=task.microbatch))
+        instructions += self._launches(now_ns)
+        if len(self._ledger.times) == self._num_tasks:
+            self._phase = _Phase.FINISHED
+            instructions.append(Finish())
+        return instructions
+
+    def _transfer_failed(self, event: TransferFailed, now_ns: int) -> list[Instruction]:
+        payload, microbatch = event.payload, event.microbatch
+        self._check_input(event, payload, microbatch, now_ns)
+        if self._readiness.has_arrived(payload, microbatch):
+            self._duplicates += 1
+            return []
+        self._heard(now_ns)
+        self._phase = _Phase.FAILED
+        source = self._shape.source(payload)
+        return [
+            Fail(
+                message=f"the {payload.value} of microbatch {microbatch} was lost between stage "
+                f"{source} and stage {self._shape.stage}: {event.reason}"
+            )
+        ]
+
+    def _tick(self, now_ns: int) -> list[Instruction]:
+        self._now_ns = now_ns
+        idle = self._phase is _Phase.RUNNING and not self._ledger.in_flight
+        if not idle or now_ns - self._heard_ns < self._stall_timeout_ns:
+            return []
+        self._phase = _Phase.FAILED
+        waited_s = (now_ns - self._heard_ns) / 1e9
+        return [
+            Fail(
+                message=f"stage {self._shape.stage} stalled: nothing in flight and nothing heard "
+                f"for {waited_s:.3f} s\n{self._report.describe(now_ns)}"
+            )
+        ]
+
+    def _heard(self, now_ns: int) -> None:
+        self._now_ns = self._heard_ns = now_ns
+
+    def _became_ready(self, tasks: Sequence[Task], now_ns: int) -> None:
+        for task in tasks:
+            self._ledger.became_ready(task, now_ns)
+            self._arbiter.add(task)
+
+    def _launches(self, now_ns: int) -> list[Instruction]:
+        """Fills the places in the device's queue."""
+        instructions: list[Instruction] = []
+        while len(self._ledger.in_flight) < self._most_in_flight:
+            task = self._arbiter.take()
+            if task is None:
+                break
+            if task.kind is Kind.F:
+                self._admission.admit(task.microbatch)
+            self._ledger.launched(task, now_ns)
+            instructions.append(Launch(task=task))
+            self._became_ready(self._readiness.launch(task), now_ns)
+        return instructions
+
+    def _check_input(self, event: Event, payload: Payload, microbatch: int, now_ns: int) -> None:
+        """Refuses what no neighbour can have sent."""
+        if self._phase is _Phase.WAITING:
+            self._refuse(LocalProtocolError, event, f"the step {self._phase.value}")
+        if not self._shape.needs(payload):
+            self._refuse(RemoteProtocolError, event, f"this stage takes no {payload.value}")
+        if not 0 <= microbatch < self._num_microbatches:
+            self._refuse(
+                RemoteProtocolError,
+                event,
+                f"the step has microbatches 0 to {self._num_microbatches - 1}",
+            )
+        forward = self._readiness.chain(microbatch)[0]
+        if payload is Payload.GRADIENT and forward not in self._ledger.times:
+            self._refuse(
+                RemoteProtocolError,
+                event,
+                f"a gradient cannot come before {forward} has finished",
+                forward,
+                now_ns,
+            )
+
+    def _refuse(
+        self,
+        kind: type[ProtocolError],
+        event: Event,
+        reason: str,
+        task: Task | None = None,
+        now_ns: int = 0,
+    ) -> NoReturn:
+        stage = self._shape.stage
+        if kind is RemoteProtocolError and isinstance(event, InputArrived | TransferFailed):
+            culprit = f"what came as from stage {self._shape.source(event.payload)}"
+        else:
+            culprit = "its own driver"
+        message = f"stage {stage} refused {event} from {culprit}: {reason}."
+        if task is not None and self._is_own(task):
+            message += f" Story of {self._report.story(task, now_ns)}."
+        raise kind(message)
+
+    def _is_own(self, task: Task) -> bool:
+        own = task.stage == self._shape.stage and task.kind in self._shape.kinds
+        return own and 0 <= task.microbatch < self._num_microbatches
