@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rrfp_jax.config import RunConfig, load_config
+    from rrfp_jax.config import RunConfig
+    from rrfp_jax.config_file import load_config
     from rrfp_jax.hints import Hint
     from rrfp_jax.pipeline import Pipeline, PipelineState, StepMetrics
     from rrfp_jax.stages.boundary import stage_boundary
@@ -27,7 +28,7 @@ _HOMES = {
     "RunConfig": "rrfp_jax.config",
     "StepMetrics": "rrfp_jax.pipeline",
     "Task": "rrfp_jax.task",
-    "load_config": "rrfp_jax.config",
+    "load_config": "rrfp_jax.config_file",
     "microbatch_rng": "rrfp_jax.stages.rng",
     "stage_boundary": "rrfp_jax.stages.boundary",
 }

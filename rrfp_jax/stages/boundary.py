@@ -42,15 +42,14 @@ def stage_boundary(tree: Tree) -> Tree:
             "stage_boundary expects a pytree with at least one array, got an empty one; "
             "pass the activations that the next stage uses."
         )
-    return jax.tree.unflatten(structure, stage_boundary_p.bind(*leaves))
+    marked: Tree = jax.tree.unflatten(structure, stage_boundary_p.bind(*leaves))
+    return marked
 
 
-@stage_boundary_p.def_impl
 def _identity(*leaves: Any) -> list[Any]:
     return list(leaves)
 
 
-@stage_boundary_p.def_abstract_eval
 def _abstract(*avals: Any) -> list[Any]:
     return list(avals)
 
@@ -65,6 +64,8 @@ def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], Sequenc
     return stage_boundary_p.bind(*args), dims
 
 
+stage_boundary_p.def_impl(_identity)
+stage_boundary_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[stage_boundary_p] = _jvp
 batching.primitive_batchers[stage_boundary_p] = _batch
 mlir.register_lowering(stage_boundary_p, lambda ctx, *operands: operands)

@@ -141,9 +141,7 @@ def _jobs(
     yield ("squares",), lambda: compile_on(placement, squares, (sums, scale))
     yield (
         ("update",),
-        lambda: compile_on(
-            placement, update, (trained, opt_state, sums, scale), donated=(0, 1, 2)
-        ),
+        lambda: compile_on(placement, update, (trained, opt_state, sums, scale), donated=(0, 1, 2)),
     )
 
 

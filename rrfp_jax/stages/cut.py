@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
 
 from rrfp_jax.stages.boundary import stage_boundary_p
-from rrfp_jax.stages.program import Atom, Program, needed, reaches, reads, trace
+from rrfp_jax.stages.program import Atom, Program, needed, reaches, reads, shape_of, trace
 from rrfp_jax.stages.source import place
 
 
@@ -82,7 +82,7 @@ def cut(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[St
     markers = _markers(program.equations)
     from_params = reaches(
         program.equations,
-        [var for var in param_vars if jnp.issubdtype(var.aval.dtype, jnp.inexact)],
+        [var for var in param_vars if jnp.issubdtype(shape_of(var).dtype, jnp.inexact)],
         leafwise=stage_boundary_p,
     )
     _check_loss(result, program.outputs, from_params)
@@ -142,9 +142,9 @@ def _slices(
     """
     plain = [eqn for eqn in program.equations if eqn.primitive is not stage_boundary_p]
     marker_of = {var: index for index, eqn in enumerate(markers) for var in eqn.outvars}
-    activations = reaches(
-        program.equations, param_vars, leafwise=stage_boundary_p
-    ) & reaches(program.equations, field_vars, leafwise=stage_boundary_p)
+    activations = reaches(program.equations, param_vars, leafwise=stage_boundary_p) & reaches(
+        program.equations, field_vars, leafwise=stage_boundary_p
+    )
     owner: dict[int, int] = {}
     found: list[_Slice] = []
     outputs = tuple(program.outputs)
@@ -183,15 +183,13 @@ def _slices(
     return found[::-1]
 
 
-def _bypass(
-    later: int, earlier: int, markers: Sequence[JaxprEqn], origin: JaxprEqn
-) -> str:
+def _bypass(later: int, earlier: int, markers: Sequence[JaxprEqn], origin: JaxprEqn) -> str:
     missed = [f"{index} ({place(markers[index])})" for index in range(earlier, later)]
     if origin.primitive is stage_boundary_p:
         missed = missed[1:]
-    var = origin.outvars[0]
+    shape = shape_of(origin.outvars[0])
     return (
-        f"stage {later} uses a {var.aval.str_short()} that stage {earlier} computes at "
+        f"stage {later} uses a {shape.dtype}{list(shape.shape)} that stage {earlier} computes at "
         f"{place(origin)} and that does not pass through the stage_boundary "
         f"{', '.join(missed)}. Return it from those markers too, for example "
         "`x, skip = stage_boundary((x, skip))`, or compute it from the batch alone."
@@ -201,11 +199,11 @@ def _bypass(
 def _crossings(atoms: Sequence[Atom], from_params: set[Var]) -> tuple[Crossing, ...]:
     return tuple(
         Crossing(
-            aval=jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype),
+            aval=shape_of(atom),
             carries_gradient=(
                 isinstance(atom, Var)
                 and atom in from_params
-                and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+                and jnp.issubdtype(shape_of(atom).dtype, jnp.inexact)
             ),
         )
         for atom in atoms

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rrfp_jax.stages.program import shape_of
 from rrfp_jax.stages.split import Slot, Space, StageSplit, TaskProgram
 from rrfp_jax.stages.state import Placement
 from rrfp_jax.task import Kind
@@ -79,7 +80,7 @@ def compile_task(
     if kind is Kind.W:
         function, avals, donated = _accumulating(task)
     else:
-        function, avals = task.program, [_shape(var) for var in task.program.inputs]
+        function, avals = task.program, [shape_of(var) for var in task.program.inputs]
         donated = _donated(task, frozenset(last_uses))
     compiled = compile_on(placement, function, avals, donated)
     move = {Space.PARAMETER: parameter_positions, Space.PREPARED: prepared_positions}
@@ -121,7 +122,7 @@ def accumulator_dtype(dtype: Any) -> Any:
 def _accumulating(task: TaskProgram) -> tuple[Callable[..., Any], list[Any], list[int]]:
     gradients = task.program.outputs
     sums = [
-        jax.ShapeDtypeStruct(atom.aval.shape, accumulator_dtype(atom.aval.dtype))
+        jax.ShapeDtypeStruct(shape_of(atom).shape, accumulator_dtype(shape_of(atom).dtype))
         for atom in gradients
     ]
 
@@ -133,7 +134,7 @@ def _accumulating(task: TaskProgram) -> tuple[Callable[..., Any], list[Any], lis
         ]
         return [*grown, jnp.zeros((), jnp.int8)]
 
-    avals = [*sums, *(_shape(var) for var in task.program.inputs)]
+    avals = [*sums, *(shape_of(var) for var in task.program.inputs)]
     return accumulate, avals, list(range(len(sums)))
 
 
@@ -153,20 +154,14 @@ def _last_uses(task: TaskProgram, read_later: frozenset[Slot]) -> tuple[Slot, ..
 
 def _donated(task: TaskProgram, dying: frozenset[Slot]) -> list[int]:
     """Saved operands at their last use that can hold one of the results."""
-    free = Counter((atom.aval.shape, atom.aval.dtype) for atom in task.program.outputs)
+    free = Counter((shape_of(atom).shape, shape_of(atom).dtype) for atom in task.program.outputs)
     donated = []
-    for position, (slot, var) in enumerate(
-        zip(task.operands, task.program.inputs, strict=True)
-    ):
-        key = (var.aval.shape, var.aval.dtype)
+    for position, (slot, var) in enumerate(zip(task.operands, task.program.inputs, strict=True)):
+        key = (shape_of(var).shape, shape_of(var).dtype)
         if slot.space is Space.SAVED and slot in dying and free[key] > 0:
             free[key] -= 1
             donated.append(position)
     return donated
-
-
-def _shape(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 
 def _temp_bytes(compiled: Any) -> int:

@@ -74,9 +74,7 @@ class StagePlan:
 
 
 def _stage_shape(plan: BucketPlan) -> StageShape:
-    return StageShape(
-        stage=plan.cut.stage, num_stages=plan.cut.num_stages, kinds=plan.split.kinds
-    )
+    return StageShape(stage=plan.cut.stage, num_stages=plan.cut.num_stages, kinds=plan.split.kinds)
 
 
 def plan_stages(
@@ -156,9 +154,11 @@ def _plan_stage(
     prepared: dict[str, int] = {}
     makers: list[tuple[tuple[int, ...], StageSplit, list[int]]] = []
     for piece, each in zip([*train, *evaluate], [*train_splits, *eval_splits], strict=True):
-        new = [i for i, key in enumerate(each.preparation.keys) if key not in prepared]
-        for i in new:
-            prepared[each.preparation.keys[i]] = len(prepared)
+        new = []
+        for i, key in enumerate(each.preparation.keys):
+            if key not in prepared:
+                prepared[key] = len(prepared)
+                new.append(i)
         if new:
             makers.append((tuple(position[leaf] for leaf in piece.parameters), each, new))
 

@@ -37,9 +37,7 @@ class Preparation:
     keys: tuple[str, ...]
 
 
-def hoist(
-    program: Program, parameters: Sequence[Var]
-) -> tuple[Preparation, tuple[JaxprEqn, ...]]:
+def hoist(program: Program, parameters: Sequence[Var]) -> tuple[Preparation, tuple[JaxprEqn, ...]]:
     """Takes the equations that need `parameters` alone out of a program.
 
     Returns:

@@ -33,7 +33,8 @@ _CALLS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Compared by identity and weakly referable, so that a program can be jitted as it is.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Program:
     """Equations in execution order, with what enters and what leaves.
 
@@ -83,13 +84,15 @@ def inlined(program: Program) -> Program:
     """
     flat, _ = trace(
         lambda *args: _run(program, args, inline=True),
-        *(_shape(var) for var in program.inputs),
+        *(shape_of(var) for var in program.inputs),
     )
     return flat
 
 
-def _shape(var: Var) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a variable or literal."""
+    aval: Any = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _run(program: Program, args: Sequence[Any], *, inline: bool) -> list[Any]:
@@ -149,9 +152,7 @@ def needed(
 def reads(equations: Sequence[JaxprEqn], outputs: Iterable[Atom] = ()) -> list[Var]:
     """What these equations and outputs read and do not compute, in order of first use."""
     made = {var for equation in equations for var in equation.outvars}
-    used = variables(
-        [atom for equation in equations for atom in equation.invars] + list(outputs)
-    )
+    used = variables([atom for equation in equations for atom in equation.invars] + list(outputs))
     return [var for var in used if var not in made]
 
 
@@ -177,4 +178,4 @@ def reaches(
 
 def num_bytes(shaped: Any) -> int:
     """Bytes of an array of this shape and dtype, as it lies in memory."""
-    return math.prod(shaped.shape) * shaped.dtype.itemsize
+    return math.prod(shaped.shape) * int(shaped.dtype.itemsize)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import jax
 
 
-def microbatch_rng(
-    rng: jax.Array, step: int | jax.Array, microbatch: int | jax.Array
-) -> jax.Array:
+def microbatch_rng(rng: jax.Array, step: int | jax.Array, microbatch: int | jax.Array) -> jax.Array:
     """Derives the key that a loss function gets for one microbatch of one step.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -16,9 +17,9 @@ _MODELS = str(Path(_OURS) / "models")
 
 def place(equation: JaxprEqn) -> str:
     """``file:line (function)`` of the user's frame that made the equation."""
-    traceback = equation.source_info.traceback
+    traceback: Any = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        file = frame.file_name
+        file: str = frame.file_name
         ours = file.startswith(_OURS) and not file.startswith(_MODELS)
         if not ours and not any(library in file for library in _LIBRARIES):
             return f"{file}:{frame.line_num} ({frame.function_name})"

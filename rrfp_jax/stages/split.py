@@ -43,6 +43,7 @@ from rrfp_jax.stages.program import (
     num_bytes,
     reaches,
     reads,
+    shape_of,
     trace,
     variables,
 )
@@ -154,9 +155,11 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
     )
     differentiated = [i for i, crossing in enumerate(cut.arrivals) if crossing.carries_gradient]
     is_last = cut.stage == cut.num_stages - 1
-    returned = [0] if is_last else [
-        i for i, crossing in enumerate(cut.departures) if crossing.carries_gradient
-    ]
+    returned = (
+        [0]
+        if is_last
+        else [i for i, crossing in enumerate(cut.departures) if crossing.carries_gradient]
+    )
     if not returned or not (trained or differentiated):
         return split_forward(cut)
 
@@ -193,8 +196,8 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
         tasks=tasks,
         preparation=known.preparation,
         trained=trained,
-        saved=tuple(_aval(var) for var in saved),
-        carried=tuple(_aval(var) for var in carried),
+        saved=tuple(shape_of(var) for var in saved),
+        carried=tuple(shape_of(var) for var in carried),
         held_bytes=_held_bytes(known, tasks, kept),
         unsplit_weights=tuple(i for i, var in enumerate(weight_grads) if var in set(carried)),
     )
@@ -232,9 +235,9 @@ def _joint(
         _, pull, outputs = jax.vjp(forward, *primals, has_aux=True)
         return [*outputs, *pull(list(cotangents))]
 
-    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in cut.program.inputs]
+    inputs = [shape_of(v) for v in cut.program.inputs]
     if is_last:
-        loss = cut.program.outputs[0].aval
+        loss = shape_of(cut.program.outputs[0])
         traced, _ = trace(lambda *flat: joint(flat, [jnp.ones((), loss.dtype)]), *inputs)
     else:
         cotangents = [cut.departures[i].aval for i in returned]
@@ -260,9 +263,7 @@ class _Known:
         self._constants = program.constants
         self.preparation, self.equations = hoist(program, program.inputs[:first_field])
         self._moving = reaches(self.equations, program.inputs[first_field:])
-        self.slots = {
-            var: Slot(space, i) for space, group in spaces for i, var in enumerate(group)
-        }
+        self.slots = {var: Slot(space, i) for space, group in spaces for i, var in enumerate(group)}
         for i, var in enumerate(self.preparation.variables):
             self.slots[var] = Slot(Space.PREPARED, i)
 
@@ -310,7 +311,3 @@ def _held_bytes(known: _Known, tasks: dict[Kind, TaskProgram], kept: dict[Var, S
         read_by((Kind.B, Kind.W), from_forward),
         read_by((Kind.W,), from_backward) if Kind.B in tasks else 0,
     )
-
-
-def _aval(atom: Atom) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)

@@ -105,9 +105,7 @@ class Updater:
             params = list(state.params)
             for position, value in zip(plan.partition.trained, trained, strict=True):
                 params[position] = value
-            updated.append(
-                StageState(params=tuple(params), opt_state=opt_state, rng=state.rng)
-            )
+            updated.append(StageState(params=tuple(params), opt_state=opt_state, rng=state.rng))
         return tuple(updated)
 
     def whole_gradient(self, accumulators: Accumulators, scale: float) -> Any:

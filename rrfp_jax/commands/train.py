@@ -1,0 +1,135 @@
+"""``rrfp train``: from a config to a run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from rrfp_jax.config import RunConfig
+from rrfp_jax.config_file import dump_config
+from rrfp_jax.report.trace import TraceFiles
+from rrfp_jax.stages.program import num_bytes
+from rrfp_jax.training.experiment import Experiment, build_experiment
+from rrfp_jax.training.metrics import MetricsFile, StepRecord
+from rrfp_jax.training.observer import Observer
+from rrfp_jax.training.progress import ProgressDisplay
+from rrfp_jax.training.trainer import fit
+
+
+def run(config: RunConfig, console: Console, *, name: str) -> None:
+    """Trains and writes the run directory; prints what a person wants to know.
+
+    Args:
+      config: The run.
+      console: Where to print.
+      name: Of the run directory, where the config names none.
+
+    Raises:
+      ValueError: The config does not fit the machine, or the directory holds a run.
+      StepFailedError: A step failed.
+      TooManySkippedError: The run did not get on.
+    """
+    folder = _claim(config.run.dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    experiment = build_experiment(config)
+    _describe(console, config, experiment, folder)
+    display = ProgressDisplay(console, config.train.steps)
+    last = _LastRecord()
+    observers: list[Observer] = [MetricsFile(folder / "metrics.jsonl"), display, last]
+    if config.run.trace_every:
+        observers.append(
+            TraceFiles(
+                folder / "trace",
+                num_stages=experiment.pipeline.num_stages,
+                every=config.run.trace_every,
+            )
+        )
+    with contextlib.ExitStack() as stack:
+        for observer in observers:
+            stack.enter_context(observer)
+        experiment.pipeline.compile(display.compiled)
+        fit(
+            experiment.pipeline,
+            experiment.pipeline.init(jax.random.key(config.train.seed)),
+            experiment.batches,
+            num_steps=config.train.steps,
+            learning_rate=experiment.learning_rate,
+            max_skipped=config.train.max_skipped,
+            held_out=experiment.held_out,
+            eval_every=config.run.eval_every,
+            observers=observers,
+        )
+    console.print(last.summary(folder), highlight=False)
+
+
+class _LastRecord(Observer):
+    """Remembers the first and the last step, for the line at the end."""
+
+    def __init__(self) -> None:
+        self._first: StepRecord | None = None
+        self._last: StepRecord | None = None
+
+    def stepped(self, record: StepRecord) -> None:
+        self._first = self._first or record
+        self._last = record
+
+    def summary(self, folder: Path) -> str:
+        assert self._first is not None
+        assert self._last is not None
+        metrics = self._last.metrics
+        text = f"loss {self._first.metrics.loss:.4f} -> {metrics.loss:.4f} nats per token"
+        if self._last.held_out_loss is not None:
+            text += f", {self._last.held_out_loss:.4f} on held-out text"
+        return f"trained {metrics.step} steps: {text}; see {folder}"
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+
+def _claim(folder: Path) -> Path:
+    """Makes the run directory, unless it holds a run already."""
+    if (folder / "metrics.jsonl").exists():
+        raise ValueError(
+            f"run.dir={folder} holds a run already, which would be overwritten; give another "
+            "run.dir, or move that one away."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _describe(console: Console, config: RunConfig, experiment: Experiment, folder: Path) -> None:
+    """Says what is about to run, stage by stage."""
+    pipeline = experiment.pipeline
+    schedule = config.schedule
+    console.print(
+        f"{pipeline.num_stages} stages, {schedule.microbatches} microbatches a step in buckets "
+        f"{list(config.data.buckets)}, hint {schedule.hint} ({schedule.mode}); writing {folder}",
+        highlight=False,
+    )
+    largest = len(config.data.buckets) - 1
+    for stage, (plan, budget) in enumerate(
+        zip(pipeline.plans, pipeline.schedule.budgets(schedule.microbatches), strict=True)
+    ):
+        kinds = ", ".join(kind.value for kind in plan.shape.kinds)
+        console.print(
+            f"  stage {stage}: {sum(a.size for a in plan.avals):,} parameters "
+            f"({sum(map(num_bytes, plan.avals)) / 1e6:.1f} MB), tasks {kinds}; a microbatch holds "
+            f"up to {plan.held_bytes(largest) / 1e6:.2f} MB of {budget / 1e6:.2f} MB budget",
+            highlight=False,
+        )
+    unsplit = [
+        stage
+        for stage, plan in enumerate(pipeline.plans)
+        if plan.train[largest].split.unsplit_weights
+    ]
+    if unsplit:
+        console.print(
+            f"  the weight gradients of loops in stages {unsplit} stay in B: a scan over layers is "
+            "not split",
+            style="yellow",
+        )

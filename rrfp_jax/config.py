@@ -1,0 +1,318 @@
+"""The configuration of a run: every key, its type, its default, its limits.
+
+A config is a YAML 1.2 file (so ``1e-4`` is a number, ``010`` is ten, and a key that
+comes twice is an error) and any number of ``section.key=value`` overrides, whose values
+are YAML too. Unknown keys are refused with the nearest known one. Nothing here imports
+jax: a bad config is told in a moment, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
+
+from rrfp_jax.budget import ActivationBudget
+from rrfp_jax.layout import layers_per_stage
+
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _as_tuple(value: Any) -> Any:
+    """YAML has lists only; a config is frozen and has tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_path(value: Any) -> Any:
+    return Path(value) if isinstance(value, str) else value
+
+
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_as_tuple)]
+Budget = Annotated[
+    ActivationBudget,
+    BeforeValidator(ActivationBudget.parse),
+    PlainSerializer(lambda budget: budget.limit_bytes or str(budget)),
+]
+
+
+class Section(BaseModel):
+    """A frozen, strict part of a config."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=True,
+    )
+
+
+class RunSection(Section):
+    """Where a run goes and what it records."""
+
+    dir: Annotated[
+        Path | None, BeforeValidator(_as_path), PlainSerializer(lambda p: p and str(p))
+    ] = None
+    """The run directory, relative to where the command is started; it may not hold a run
+    already. By default runs/<name of the config>-<date and time>."""
+
+    trace_every: Index = 10
+    """Trace one step in so many; 0 for none."""
+
+    eval_every: Index = 0
+    """Evaluate the held-out microbatches after so many steps; 0 for after the last alone."""
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer."""
+
+    kind: Literal["gpt"] = "gpt"
+    """Which model."""
+
+    vocab_size: Count = 256
+    """Tokens; 256 for bytes."""
+
+    d_model: Count = 128
+    """Width."""
+
+    num_layers: Count = 4
+    """Blocks of attention and feed-forward."""
+
+    num_heads: Count = 4
+    """Query heads of a block."""
+
+    num_kv_heads: Count = 2
+    """Key and value heads; each is shared by num_heads / num_kv_heads query heads."""
+
+    d_ff: Count = 384
+    """Width of the feed-forward."""
+
+    tie_embeddings: bool = True
+    """Whether the output uses the table of the input embedding."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of activations that are zeroed in training."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; parameters, gradients and optimizer state are float32 always."""
+
+    rope_theta: Positive = 10_000.0
+    """Base of the rotary frequencies."""
+
+    layers_per_stage: Counts | None = None
+    """Blocks of each stage; by default as even as can be, the first stages taking more."""
+
+    remat: Literal[
+        "dots_with_no_batch_dims_saveable", "nothing_saveable", "everything_saveable"
+    ] = "dots_with_no_batch_dims_saveable"
+    """What a forward keeps for its backward, as a jax.checkpoint policy; the rest is
+    computed again."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.d_model % self.num_heads or self.d_model // self.num_heads % 2:
+            raise ValueError(
+                f"d_model={self.d_model} must split over num_heads={self.num_heads} into heads of "
+                "an even width (rotary positions turn pairs)"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """What is read, and how it becomes microbatches."""
+
+    kind: Literal["stdlib_text"] = "stdlib_text"
+    """Which data: the source of Python's standard library, byte by byte."""
+
+    buckets: Counts = (32, 64, 128)
+    """Padded lengths, ascending. One program is compiled per task, stage and bucket."""
+
+    rows_per_microbatch: Count = 8
+    """Rows of every microbatch."""
+
+    max_bytes: Count = 4_000_000
+    """Most bytes of the corpus, both sides together."""
+
+    held_out_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the files, and of max_bytes, that is never trained on."""
+
+    held_out_microbatches: Index = 16
+    """How many held-out microbatches an evaluation takes; 0 for no evaluation."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if not self.buckets or list(self.buckets) != sorted(set(self.buckets)):
+            raise ValueError(
+                f"buckets must be ascending lengths without repeats, got {list(self.buckets)}"
+            )
+        return self
+
+
+class MeshConfig(Section):
+    """How devices are used."""
+
+    stages: Count = 4
+    """Pipeline stages, one device each."""
+
+
+class ScheduleConfig(Section):
+    """In which order a stage runs what is ready."""
+
+    hint: Annotated[str, Field(min_length=1)] = "bfw"
+    """What ranks ready tasks: see `rrfp hints`; or a hint of your own as module:object."""
+
+    mode: Literal["readiness", "fixed"] = "readiness"
+    """Run the best-ranked ready task, or wait for the hint's own order."""
+
+    microbatches: Count = 8
+    """Microbatches of a step."""
+
+    activation_budget: Budget = ActivationBudget(multiple=2.0)
+    """What admitted microbatches may hold on a stage: a multiple of what 1F1B holds
+    (2.0x), or bytes (512MiB)."""
+
+    launch_ahead: Index = 1
+    """Kernels queued behind the running one."""
+
+    deterministic: bool = True
+    """Accumulate gradients in microbatch order: bitwise the same whatever the timing."""
+
+    stall_timeout_s: Positive = 120.0
+    """A stage that hears nothing for so long fails with a report."""
+
+
+class OptimizerConfig(Section):
+    """How parameters are updated."""
+
+    name: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
+    """The update rule."""
+
+    learning_rate: Positive = 1e-3
+    """Peak of the schedule."""
+
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """What follows the warm-up."""
+
+    warmup_steps: Index = 0
+    """Optimizer steps from zero to the peak, in a straight line."""
+
+    final_fraction: Fraction = 0.1
+    """Share of the peak that is left at the last step of cosine and linear."""
+
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Decoupled; on matrices alone."""
+
+    b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+
+    b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of sgd."""
+
+    max_grad_norm: Positive | None = 1.0
+    """Clip the whole gradient, over all stages, to this 2-norm; null for no clipping."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if self.name == "adam" and self.weight_decay:
+            raise ValueError(
+                f"weight_decay={self.weight_decay} does not go with name=adam; use adamw"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """How long, and from which seed."""
+
+    steps: Count = 300
+    """Steps of the run."""
+
+    seed: Index = 0
+    """Of parameters, dropout and the order of the data."""
+
+    max_skipped: Index = 5
+    """Stop after more skipped steps in a row than this."""
+
+
+class VariabilityConfig(Section):
+    """Delays that are injected, to see what a hint makes of them. Off by default."""
+
+    compute_delay_s: Seconds = 0.0
+    """Mean of an exponential delay of every kernel's completion."""
+
+    transfer_delay_s: Seconds = 0.0
+    """Mean of an exponential delay of every arrival."""
+
+    seed: Index = 0
+    """Of the delays."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    """Where it goes and what it records."""
+
+    model: ModelConfig = ModelConfig()
+    """What is trained."""
+
+    data: DataConfig = DataConfig()
+    """On what."""
+
+    mesh: MeshConfig = MeshConfig()
+    """On which devices."""
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    """In which order."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """With which updates."""
+
+    train: TrainConfig = TrainConfig()
+    """For how long."""
+
+    variability: VariabilityConfig = VariabilityConfig()
+    """Under which injected delays."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        given, stages = self.model.layers_per_stage, self.mesh.stages
+        if given is None:
+            layers_per_stage(self.model.num_layers, stages)
+        elif len(given) != stages or sum(given) != self.model.num_layers:
+            raise ValueError(
+                f"model.layers_per_stage={list(given)} must have mesh.stages={stages} entries "
+                f"that sum to model.num_layers={self.model.num_layers}"
+            )
+        if self.optimizer.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must not be more than "
+                f"train.steps={self.train.steps}"
+            )
+        if self.model.vocab_size < 256:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} must be at least 256 for byte-level "
+                "text (data.kind=stdlib_text)"
+            )
+        return self

@@ -1,0 +1,133 @@
+"""Reads configs: YAML 1.2 and overrides in, a `RunConfig` or one complete error out."""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from rrfp_jax.config import RunConfig
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used; the message lists everything that is wrong with it."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a config.
+
+    Args:
+      path: A YAML 1.2 file.
+      overrides: ``section.key=value`` each; later ones win, and all win over the file.
+
+    Raises:
+      ConfigError: There is no such file, it is no YAML, or values are not as they must
+        be. The message names each key, the value, what was expected and, for a key that
+        does not exist, the nearest one that does.
+    """
+    tree = _read(Path(path))
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = "\n".join(f"  {_problem(each)}" for each in error.errors())
+        raise ConfigError(f"{path} cannot be used:\n{problems}") from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The config as YAML, every key written out; `load_config` reads it back equal."""
+    out = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    for name in ("default_flow_style", "sort_base_mapping_type_on_output"):
+        setattr(yaml, name, False)  # the library types both as None
+    yaml.dump(config.model_dump(mode="json"), out)
+    return out.getvalue()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path} cannot be read as a config: {reason}.") from None
+    tree = _parse(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections such as `train:`, got {type(tree).__name__}.")
+    return tree
+
+
+def _parse(text: str, where: str) -> Any:
+    # Safe and pure: no tag makes an object, and a key that comes twice is an error.
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        return yaml.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f":{mark.line + 1}" if mark is not None else ""
+        first = (error.problem or "no YAML").strip().splitlines()[0]
+        raise ConfigError(f"{where}{line} is not valid: {first}.") from None
+    except YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}.") from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    sections = key.split(".")
+    if not equals or not all(sections):
+        raise ConfigError(
+            f"an override must be section.key=value, such as train.steps=40, got {override!r}."
+        )
+    place = tree
+    for section in sections[:-1]:
+        inner = place.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {section} is not a section.")
+        place = inner
+    place[sections[-1]] = _parse(text, f"override {override!r}")
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path) or "config"
+    value = error.get("input")
+    if error["type"] == "extra_forbidden":
+        near = _nearest(path)
+        return f"{key}: there is no such key (value {value!r}){near}"
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if isinstance(value, Mapping | BaseModel):
+        return f"{key}: {message}" if path else message
+    return f"{key}: {message}, got {value!r}"
+
+
+def _nearest(path: Sequence[str]) -> str:
+    """The key that was probably meant: beside the unknown one, or in another section."""
+    known = _known_keys(RunConfig)
+    beside = [key for key in known if key[:-1] == tuple(path[:-1])]
+    for names in (
+        {key[-1]: key for key in beside},
+        {key[-1]: key for key in known},
+    ):
+        near = difflib.get_close_matches(path[-1], names, n=1)
+        if near:
+            return f"; did you mean {'.'.join(names[near[0]])}?"
+    return f"; expected one of {', '.join('.'.join(key) for key in beside)}"
+
+
+def _known_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append((*prefix, name))
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys.extend(_known_keys(inner, (*prefix, name)))
+    return keys

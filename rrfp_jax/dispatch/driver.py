@@ -1,0 +1,228 @@
+"""Drives the pure cores of one step with threads, a clock and devices.
+
+Each stage has two threads. Its *dispatcher* blocks on one queue, feeds every event to
+the core and carries out the instructions: it launches kernels (asynchronously), hands
+bundles to the transport, and owns all arrays of the stage. Its *waiter* blocks on the
+results of the kernels in launch order and posts their completions. Arrivals are posted
+by the transport's thread. Nothing polls: a dispatcher wakes for an event, or for the
+tick that lets the core notice a stall.
+
+All threads live for one step. A step that fails leaves nothing behind: the first
+failure stops every thread, and the error carries the report of every stage.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax
+
+from rrfp_jax.dispatch.core import StageCore
+from rrfp_jax.dispatch.delays import Delays
+from rrfp_jax.dispatch.events import (
+    Event,
+    InputArrived,
+    KernelFinished,
+    StepStarted,
+    Tick,
+    TransferFailed,
+)
+from rrfp_jax.dispatch.execution import StageExecution
+from rrfp_jax.dispatch.instructions import Fail, Finish, Launch, Release, Send
+from rrfp_jax.dispatch.messages import Bundle
+from rrfp_jax.dispatch.transport import Transport
+from rrfp_jax.task import Payload, Task
+
+# How often an idle dispatcher lets its core look at the clock.
+_TICK_S = 0.5
+# How long a stopped thread may still be inside a kernel or a copy.
+_JOIN_TIMEOUT_S = 10.0
+
+
+class StepFailedError(RuntimeError):
+    """A step could not be finished; the message says what each stage waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageJob:
+    """One stage's part of a step."""
+
+    core: StageCore
+    execution: StageExecution
+
+
+class _Stop:
+    """Posted to a thread to end it."""
+
+
+_STOP = _Stop()
+_Item: TypeAlias = "Event | Bundle | Exception | _Stop"
+
+
+def run_step(jobs: Sequence[StageJob], transport: Transport, delays: Delays, *, step: int) -> None:
+    """Runs every task of a step on every stage of this process.
+
+    Args:
+      jobs: First stage to last.
+      transport: Closed; opened for this step.
+      delays: What variability to inject.
+      step: For messages and delays.
+
+    Raises:
+      StepFailedError: A kernel or transfer failed, or a stage stalled. The jobs' arrays
+        are not to be used again.
+    """
+    outcomes: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+    threads = [_StageThreads(job, transport, delays, step, outcomes) for job in jobs]
+
+    def deliver(bundle: Bundle) -> None:
+        threads[bundle.target].post(bundle)
+
+    def fail(bundle: Bundle, reason: str) -> None:
+        threads[bundle.target].post(
+            TransferFailed(payload=bundle.payload, microbatch=bundle.microbatch, reason=reason)
+        )
+
+    transport.open(step, deliver, fail)
+    try:
+        # From the last stage: a stage has started before anything can reach it.
+        for stage in reversed(threads):
+            stage.start()
+        for _ in threads:
+            stage_index, error = outcomes.get()
+            if error is not None:
+                raise _failure(step, stage_index, error, threads) from error
+    finally:
+        transport.close()
+        for stage in threads:
+            stage.stop()
+
+
+def _failure(
+    step: int, stage_index: int, error: Exception, threads: Sequence[_StageThreads]
+) -> StepFailedError:
+    for stage in threads:
+        stage.stop()
+    now_ns = time.monotonic_ns()
+    reports = "\n".join(stage.describe(now_ns) for stage in threads)
+    return StepFailedError(f"step {step} failed at stage {stage_index}: {error}\n{reports}")
+
+
+class _StageThreads:
+    """The dispatcher and the waiter of one stage, for one step."""
+
+    def __init__(
+        self,
+        job: StageJob,
+        transport: Transport,
+        delays: Delays,
+        step: int,
+        outcomes: queue.SimpleQueue[tuple[int, Exception | None]],
+    ) -> None:
+        self._core = job.core
+        self._execution = job.execution
+        self._stage = job.core.shape.stage
+        self._transport = transport
+        self._delays = delays
+        self._step = step
+        self._outcomes = outcomes
+        self._events: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[Task, jax.Array] | _Stop] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"rrfp-{name}-{self._stage}", daemon=True)
+            for name, target in (("dispatch", self._dispatch), ("wait", self._wait))
+        ]
+
+    def start(self) -> None:
+        """Starts both threads."""
+        self._events.put(StepStarted())
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, item: _Item) -> None:
+        """Queues an event for the dispatcher, from any thread."""
+        self._events.put(item)
+
+    def stop(self) -> None:
+        """Ends both threads, whatever they wait for."""
+        self._stopped.set()
+        self._events.put(_STOP)
+        self._launched.put(_STOP)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(_JOIN_TIMEOUT_S)
+
+    def describe(self, now_ns: int) -> str:
+        """The core's report; only once the threads have ended."""
+        return self._core.describe(now_ns)
+
+    def _dispatch(self) -> None:
+        try:
+            while True:
+                try:
+                    item = self._events.get(timeout=_TICK_S)
+                except queue.Empty:
+                    item = Tick()
+                if isinstance(item, _Stop):
+                    return
+                if isinstance(item, Exception):
+                    raise item
+                if self._handle(item):
+                    self._outcomes.put((self._stage, None))
+                    return
+        except Exception as error:  # every failure of a stage ends the step
+            self._outcomes.put((self._stage, error))
+
+    def _handle(self, item: Event | Bundle) -> bool:
+        """Feeds one event to the core and obeys. Returns whether the stage is done."""
+        if isinstance(item, Bundle):
+            self._execution.receive(item.payload, item.microbatch, item.arrays)
+            event: Event = InputArrived(payload=item.payload, microbatch=item.microbatch)
+        else:
+            event = item
+        done = False
+        for instruction in self._core.handle(event, time.monotonic_ns()):
+            match instruction:
+                case Launch(task=task):
+                    self._launched.put((task, self._execution.launch(task)))
+                case Send(payload=payload, microbatch=microbatch):
+                    self._transport.send(self._bundle(payload, microbatch))
+                case Release(microbatch=microbatch):
+                    self._execution.release(microbatch)
+                case Fail(message=message):
+                    raise RuntimeError(message)
+                case Finish():
+                    done = True
+        return done
+
+    def _bundle(self, payload: Payload, microbatch: int) -> Bundle:
+        forward = payload is Payload.ACTIVATION
+        return Bundle(
+            payload=payload,
+            source=self._stage,
+            target=self._stage + 1 if forward else self._stage - 1,
+            microbatch=microbatch,
+            arrays=self._execution.take(payload, microbatch),
+        )
+
+    def _wait(self) -> None:
+        # The stage is emulated as one device: a late completion makes all later ones late.
+        free_ns = 0
+        while not isinstance(launched := self._launched.get(), _Stop):
+            task, result = launched
+            try:
+                jax.block_until_ready(result)
+            except Exception as error:
+                self.post(RuntimeError(f"{task} failed: {type(error).__name__}: {error}"))
+                return
+            if delay_ns := self._delays.compute_ns(self._step, task):
+                free_ns = max(free_ns, time.monotonic_ns()) + delay_ns
+                if self._stopped.wait(max(0, free_ns - time.monotonic_ns()) / 1e9):
+                    return
+            self.post(KernelFinished(task=task))

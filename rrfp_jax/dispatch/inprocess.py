@@ -1,0 +1,93 @@
+"""The transport between stages of one process: a copy to the neighbour's devices."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+import jax
+
+from rrfp_jax.dispatch.delays import Delays, no_delays
+from rrfp_jax.dispatch.messages import Bundle
+from rrfp_jax.dispatch.transport import Deliver, Fail, Transport
+
+# How long `close` waits for a copy that is under way.
+_CLOSE_TIMEOUT_S = 10.0
+
+
+@final
+class InprocessTransport(Transport):
+    """Copies bundles with `jax.device_put`, from one thread for all stages.
+
+    One thread is enough: sources are complete when they are sent, so a copy never
+    waits for a kernel. Bundles leave in the order of their due times, which is the
+    order of sending unless delays are injected; with delays they overtake each other
+    as they would on a network.
+    """
+
+    def __init__(
+        self, placements: Sequence[jax.sharding.Sharding], delays: Delays | None = None
+    ) -> None:
+        self._placements = tuple(placements)
+        self._delays = delays or no_delays()
+        self._wake = threading.Condition()
+        self._due: list[tuple[int, int, Bundle]] = []
+        self._tickets = itertools.count()
+        self._open = False
+        self._step = 0
+        self._thread: threading.Thread | None = None
+
+    def open(self, step: int, deliver: Deliver, fail: Fail) -> None:
+        """Starts the thread of a step."""
+        assert not self._open, "the transport is open already"
+        self._open, self._step = True, step
+        self._thread = threading.Thread(
+            target=self._carry, args=(deliver, fail), name="rrfp-transport", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, bundle: Bundle) -> None:
+        """Queues a bundle for the thread."""
+        delay_ns = self._delays.transfer_ns(
+            self._step, bundle.payload, bundle.source, bundle.microbatch
+        )
+        due_ns = time.monotonic_ns() + delay_ns if delay_ns else 0
+        with self._wake:
+            heapq.heappush(self._due, (due_ns, next(self._tickets), bundle))
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Ends the thread and forgets what it had not delivered."""
+        with self._wake:
+            self._open = False
+            self._due.clear()
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            self._thread = None
+
+    def _carry(self, deliver: Deliver, fail: Fail) -> None:
+        while (bundle := self._next()) is not None:
+            try:
+                arrays = jax.device_put(bundle.arrays, self._placements[bundle.target])
+                jax.block_until_ready(arrays)
+            except Exception as error:  # reported to the stage that waits for it
+                fail(bundle, f"{type(error).__name__}: {error}")
+                continue
+            deliver(replace(bundle, arrays=arrays))
+
+    def _next(self) -> Bundle | None:
+        with self._wake:
+            while self._open:
+                wait_s = None
+                if self._due:
+                    wait_s = (self._due[0][0] - time.monotonic_ns()) / 1e9
+                    if wait_s <= 0:
+                        return heapq.heappop(self._due)[2]
+                self._wake.wait(wait_s)
+            return None

@@ -1,0 +1,145 @@
+"""How a pipeline's steps are ordered: one value, from which each step's cores are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rrfp_jax.budget import ActivationBudget
+from rrfp_jax.dispatch.arbiter import Policy
+from rrfp_jax.dispatch.core import StageCore
+from rrfp_jax.hints import Hint, load_hint
+from rrfp_jax.sim import check_hint, fixed_orders, one_f_one_b_microbatches, peak_bytes
+from rrfp_jax.task import StageShape
+
+MODES = ("readiness", "fixed")
+
+
+class Schedule:
+    """A hint with everything around it. Holds the fixed orders that it has worked out.
+
+    Args:
+      hint: A hint, a shipped hint's name or ``module:object``.
+      mode: ``readiness`` or ``fixed``.
+      activation_budget: A multiple of what 1F1B holds, or bytes. With fixed orders a
+        multiple has no say, because the order bounds what is held; bytes are checked
+        against it before the step.
+      launch_ahead: Kernels queued behind the running one.
+      deterministic: Whether W runs in microbatch order.
+      stall_timeout_s: A stage that hears nothing for so long fails.
+      shapes: The stages' tasks, first to last.
+      largest_bytes: For each stage, what a microbatch of the largest bucket holds.
+
+    Raises:
+      ValueError: An argument is out of range, or the hint does not work.
+    """
+
+    def __init__(
+        self,
+        *,
+        hint: str | Hint,
+        mode: str,
+        activation_budget: ActivationBudget | str | int,
+        launch_ahead: int,
+        deterministic: bool,
+        stall_timeout_s: float,
+        shapes: Sequence[StageShape],
+        largest_bytes: Sequence[int],
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
+        if launch_ahead < 0:
+            raise ValueError(f"launch_ahead must be 0 or more kernels, got {launch_ahead}.")
+        if not stall_timeout_s > 0:
+            raise ValueError(f"stall_timeout_s must be above 0 seconds, got {stall_timeout_s}.")
+        self._hint = load_hint(hint)
+        self._mode = mode
+        self._budget = ActivationBudget.parse(activation_budget)
+        self._launch_ahead = launch_ahead
+        self._deterministic = deterministic
+        self._stall_timeout_ns = int(stall_timeout_s * 1e9)
+        self._shapes = tuple(shapes)
+        self._largest_bytes = tuple(largest_bytes)
+        self._orders: dict[int, Sequence[Policy]] = {}
+        check_hint(self._hint, self._shapes, 2 * len(self._shapes), deterministic=deterministic)
+
+    def budgets(self, num_microbatches: int) -> tuple[int, ...]:
+        """For each stage, the bytes that admitted microbatches may hold.
+
+        A multiple is of what 1F1B holds in the stage's largest bucket.
+        """
+        return tuple(
+            self._budget.bytes_for(one_f_one_b_microbatches(shape, num_microbatches) * largest)
+            for shape, largest in zip(self._shapes, self._largest_bytes, strict=True)
+        )
+
+    def cores(self, microbatch_bytes: Sequence[Sequence[int]]) -> list[StageCore]:
+        """The state machines of one training step.
+
+        Args:
+          microbatch_bytes: For each stage, what each microbatch will hold there.
+
+        Raises:
+          ValueError: A fixed order holds more than the budget's bytes.
+        """
+        num_microbatches = len(microbatch_bytes[0])
+        budgets = self.budgets(num_microbatches)
+        policies = self._policies(num_microbatches)
+        if self._mode == "fixed" and self._budget.is_absolute:
+            self._check_fixed(policies, microbatch_bytes, budgets)
+        return [
+            self._core(shape, policy, own_bytes, budget)
+            for shape, policy, own_bytes, budget in zip(
+                self._shapes, policies, microbatch_bytes, budgets, strict=True
+            )
+        ]
+
+    def evaluation_cores(
+        self, shapes: Sequence[StageShape], num_microbatches: int
+    ) -> list[StageCore]:
+        """The state machines of one evaluation, in which nothing is kept."""
+        hint = load_hint("bfw")
+        return [self._core(shape, hint, [0] * num_microbatches, None) for shape in shapes]
+
+    def _policies(self, num_microbatches: int) -> Sequence[Policy]:
+        if self._mode == "readiness":
+            return [self._hint] * len(self._shapes)
+        if num_microbatches not in self._orders:
+            self._orders[num_microbatches] = fixed_orders(
+                self._hint, self._shapes, num_microbatches, deterministic=self._deterministic
+            )
+        return self._orders[num_microbatches]
+
+    def _core(
+        self,
+        shape: StageShape,
+        policy: Policy,
+        microbatch_bytes: Sequence[int],
+        budget_bytes: int | None,
+    ) -> StageCore:
+        return StageCore(
+            shape=shape,
+            policy=policy,
+            microbatch_bytes=microbatch_bytes,
+            budget_bytes=budget_bytes,
+            launch_ahead=self._launch_ahead,
+            deterministic=self._deterministic,
+            stall_timeout_ns=self._stall_timeout_ns,
+        )
+
+    def _check_fixed(
+        self,
+        orders: Sequence[Policy],
+        microbatch_bytes: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+    ) -> None:
+        for shape, order, own_bytes, budget in zip(
+            self._shapes, orders, microbatch_bytes, budgets, strict=True
+        ):
+            assert not isinstance(order, Hint)
+            peak = peak_bytes(order, shape.last_kind, own_bytes, launch_ahead=self._launch_ahead)
+            if peak > budget:
+                raise ValueError(
+                    f"the fixed order of hint {self._hint.name!r} holds {peak:,} bytes on stage "
+                    f"{shape.stage}, the budget is {budget:,}; raise schedule.activation_budget, "
+                    "use schedule.mode=readiness, or have fewer microbatches."
+                )

@@ -1,0 +1,131 @@
+"""A step that cannot go on ends with an error that says what everyone waited for."""
+
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support.toys import Toy, largest_difference, microbatches, reference
+
+from rrfp_jax import Pipeline
+from rrfp_jax.dispatch.driver import StepFailedError
+from rrfp_jax.dispatch.inprocess import InprocessTransport
+from rrfp_jax.dispatch.transport import Transport
+from rrfp_jax.task import Payload
+
+RNG = jax.random.key(5)
+
+
+class Unreliable(Transport):
+    """The in-process transport with a fault: `tamper` decides what becomes of a bundle."""
+
+    def __init__(self, placements, tamper):
+        self._inner = InprocessTransport(placements)
+        self._tamper = tamper
+
+    def open(self, step, deliver, fail):
+        self._fail = fail
+        self._inner.open(step, deliver, fail)
+
+    def send(self, bundle):
+        self._tamper(bundle, self._inner.send, self._fail)
+
+    def close(self):
+        self._inner.close()
+
+
+def build(tamper, **options):
+    toy = Toy(num_stages=3)
+    pipeline = Pipeline(
+        toy.loss_fn,
+        toy.init_fn,
+        optax.adam(1e-2),
+        buckets=microbatches(1),
+        evaluation=False,
+        transport=lambda placements: Unreliable(placements, tamper),
+        **options,
+    )
+    return toy, pipeline, pipeline.init(RNG)
+
+
+def is_gradient(bundle, microbatch):
+    return bundle.payload is Payload.GRADIENT and bundle.microbatch == microbatch
+
+
+def test_dropped_gradient_stalls_with_a_report_that_names_it():
+    def drop(bundle, send, fail):
+        if not (is_gradient(bundle, 2) and bundle.source == 1):
+            send(bundle)
+
+    _, pipeline, state = build(drop, stall_timeout_s=1.0)
+    with pytest.raises(StepFailedError) as caught:
+        pipeline.step(state, microbatches(4))
+    message = str(caught.value)
+    assert "stage 0 stalled" in message
+    assert "the gradient of microbatch 2, owed by stage 1" in message
+    assert "stage 1: " in message
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("rrfp-")]
+
+
+def test_repeated_gradient_is_counted_once():
+    def repeat(bundle, send, fail):
+        send(bundle)
+        if bundle.payload is Payload.GRADIENT:
+            send(bundle)
+
+    toy, pipeline, state = build(repeat)
+    batches = microbatches(4)
+    _, expected = reference(toy.loss_fn, toy.init_fn(RNG), batches, RNG)
+    assert largest_difference(pipeline.gradients(state, batches).tree, expected) <= 1e-5
+
+
+def test_shuffled_deliveries_give_the_same_bits():
+    def hold_back():
+        held = []
+
+        def tamper(bundle, send, fail):
+            # Every other bundle waits for the next one and is overtaken by it.
+            if bundle.payload is Payload.ACTIVATION and bundle.microbatch % 2 == 0:
+                held.append(bundle)
+                return
+            send(bundle)
+            while held and bundle.payload is Payload.ACTIVATION:
+                send(held.pop())
+
+        return tamper
+
+    results = []
+    for tamper in (lambda bundle, send, fail: send(bundle), hold_back()):
+        _, pipeline, state = build(tamper, activation_budget="8.0x")
+        results.append(pipeline.gradients(state, microbatches(4)).tree)
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_lost_transfer_ends_the_step_and_the_next_step_is_clean():
+    faults = [True]
+
+    def lose(bundle, send, fail):
+        if faults and is_gradient(bundle, 1):
+            faults.pop()
+            fail(bundle, "the cable was cut")
+        else:
+            send(bundle)
+
+    toy, pipeline, state = build(lose)
+    batches = microbatches(3)
+    with pytest.raises(StepFailedError, match="gradient of microbatch 1 was lost.*cable was cut"):
+        pipeline.step(state, batches)
+    _, expected = reference(toy.loss_fn, toy.init_fn(RNG), batches, RNG)
+    assert largest_difference(pipeline.gradients(state, batches).tree, expected) <= 1e-5
+
+
+def test_transfer_that_raises_is_reported_with_its_error():
+    def spoil(bundle, send, fail):
+        if is_gradient(bundle, 0):
+            bundle.arrays[0].delete()
+        send(bundle)
+
+    _, pipeline, state = build(spoil)
+    with pytest.raises(StepFailedError, match="gradient of microbatch 0 was lost.*deleted"):
+        pipeline.step(state, microbatches(2))
