@@ -1,4 +1,7 @@
-"""How a model's layers divide among the pipeline's stages. Pure Python: a config is checked with it."""
+"""How a model's layers divide among the pipeline's stages.
+
+Without jax, because a config is checked with it.
+"""
 
 from __future__ import annotations
 

@@ -124,10 +124,10 @@ def epoch(rows: Sequence[Row], shape: BatchShape, seed: int) -> grain.MapDataset
     return grain.MapDataset.concatenate(batched).shuffle(seed=int(seeds[-1]))
 
 
-def ordered(rows: Sequence[Row], shape: BatchShape, seed: int) -> tuple[Microbatch, ...]:
-    """All microbatches of one epoch: a fixed set to evaluate on."""
-    dataset = epoch(rows, shape, seed)
-    return tuple(dataset[index] for index in range(len(dataset)))
+def fixed(rows: Sequence[Row], shape: BatchShape, *, limit: int) -> tuple[Microbatch, ...]:
+    """A set to evaluate on: at most `limit` microbatches, the same in every run."""
+    dataset = epoch(rows, shape, seed=0)
+    return tuple(dataset[index] for index in range(min(limit, len(dataset))))
 
 
 @final

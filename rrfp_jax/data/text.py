@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from rrfp_jax.data.batching import BatchShape, Microbatch, Row, StepIterator, ordered
+from rrfp_jax.data.batching import BatchShape, Microbatch, Row, StepIterator, fixed
 
 if TYPE_CHECKING:
     from rrfp_jax.config import DataConfig
@@ -71,7 +71,7 @@ class TextData:
 
     Attributes:
       train: Steps of microbatches, endless.
-      held_out: Fixed microbatches of text that is never trained on.
+      held_out: Fixed microbatches of text that is never trained on, whatever the seed.
       batch_specs: For each bucket, the shapes of a microbatch.
       train_split: What `train` draws from.
       held_out_split: What `held_out` draws from.
@@ -88,8 +88,8 @@ def build(config: DataConfig, seed: int, num_microbatches: int) -> TextData:
     """Reads the corpus and batches it.
 
     Args:
-      config: Buckets, rows per microbatch, size and held-out fraction.
-      seed: Of the shuffles; the split does not depend on it.
+      config: Buckets, rows per microbatch, sizes, held-out fraction.
+      seed: Of the order of training; neither side's text depends on it.
       num_microbatches: Microbatches of a step.
 
     Raises:
@@ -108,7 +108,7 @@ def build(config: DataConfig, seed: int, num_microbatches: int) -> TextData:
     )
     return TextData(
         train=StepIterator(train.rows, shape, seed),
-        held_out=ordered(held_out.rows, shape, seed),
+        held_out=fixed(held_out.rows, shape, limit=config.held_out_microbatches),
         batch_specs=tuple(
             {
                 name: jax.ShapeDtypeStruct(dims, dtype)

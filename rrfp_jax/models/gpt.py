@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -37,7 +38,8 @@ Params = nnx.State[Any, Any]
 InitFn = Callable[[jax.Array], Params]
 LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
 
-INIT_STDDEV = 0.02
+TABLE_STDDEV = 0.02
+MASKED = float(np.finfo(np.float32).min)
 
 
 class GPT(nnx.Module):
@@ -90,6 +92,7 @@ class Block(nnx.Module):
         self.feed_forward = SwiGLU(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array, rope: Rotary, rng: jax.Array | None) -> jax.Array:
+        """The residual stream after the layer."""
         attended_BSD = self.attention(self.attention_norm(x_BSD), rope)
         x_BSD = x_BSD + dropout(attended_BSD, self.dropout, fold_in(rng, 0))
         fed_BSD = self.feed_forward(self.feed_forward_norm(x_BSD))
@@ -112,6 +115,7 @@ class Attention(nnx.Module):
         self.out = _linear(config, config.d_model, config.d_model, rngs, ends_branch=True)
 
     def __call__(self, x_BSD: jax.Array, rope: Rotary) -> jax.Array:
+        """What each position gathers from itself and those before it."""
         B, S, _ = x_BSD.shape
         K, H = self.num_kv_heads, self.head_dim
         q_BSNH = rotate(self.query(x_BSD).reshape(B, S, -1, H), rope)
@@ -123,7 +127,7 @@ class Attention(nnx.Module):
         ) / math.sqrt(H)
         # The diagonal is never masked, so no row of the softmax is empty.
         causal_ST = jnp.tril(jnp.ones((S, S), bool))
-        scores_BKGST = jnp.where(causal_ST, scores_BKGST, jnp.finfo(jnp.float32).min)
+        scores_BKGST = jnp.where(causal_ST, scores_BKGST, MASKED)
         weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(x_BSD.dtype)
         mixed_BSKGH = jnp.einsum("BKGST,BTKH->BSKGH", weights_BKGST, v_BSKH)
         return self.out(mixed_BSKGH.reshape(B, S, -1))
@@ -138,6 +142,7 @@ class SwiGLU(nnx.Module):
         self.down = _linear(config, config.d_ff, config.d_model, rngs, ends_branch=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """The same function of every position."""
         hidden_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
         return self.down(hidden_BSF)
 
@@ -160,9 +165,8 @@ def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn,
     """
     if sum(layers_per_stage) != config.num_layers or min(layers_per_stage) < 1:
         raise ValueError(
-            f"layers_per_stage must have num_layers={config.num_layers} layers in all and at "
-            f"least one each, got {list(layers_per_stage)}; change model.layers_per_stage or "
-            "model.num_layers."
+            f"layers_per_stage must sum to num_layers={config.num_layers} with at least one each, "
+            f"got {list(layers_per_stage)}; change model.layers_per_stage or model.num_layers."
         )
 
     def init_fn(rng: jax.Array) -> Params:
@@ -170,9 +174,7 @@ def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn,
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, layers_per_stage, rngs=nnx.Rngs(0))))
 
-    def loss_fn(
-        params: Params, batch: Batch, rng: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: Params, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         logits_BSV = nnx.merge(graph, params)(batch["tokens"], rng)
         nats_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV, batch["targets"])
         return jnp.sum(nats_BS * batch["weights"]), jnp.sum(batch["weights"])
@@ -182,7 +184,7 @@ def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn,
 
 def _table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
     shape = (config.vocab_size, config.d_model)
-    return nnx.Param(nnx.initializers.normal(INIT_STDDEV)(rngs.params(), shape, jnp.float32))
+    return nnx.Param(nnx.initializers.normal(TABLE_STDDEV)(rngs.params(), shape, jnp.float32))
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -192,15 +194,9 @@ def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 def _linear(
     config: ModelConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, ends_branch: bool = False
 ) -> nnx.Linear:
-    # Every block adds two branches to the residual stream; scaled so, its variance does not
-    # grow with depth.
+    # Every layer adds two branches to the residual stream; scaled so, the stream's variance
+    # does not grow with depth.
     scale = 1.0 / (2 * config.num_layers) if ends_branch else 1.0
-    return nnx.Linear(
-        d_in,
-        d_out,
-        use_bias=False,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.float32,
-        kernel_init=nnx.initializers.variance_scaling(scale, "fan_in", "normal"),
-        rngs=rngs,
-    )
+    init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
+    dtype = jnp.dtype(config.dtype)
+    return nnx.Linear(d_in, d_out, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)

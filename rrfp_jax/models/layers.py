@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 
 class Rotary(NamedTuple):
-    """By how much each position turns a head's dims; float32, constants of a length."""
+    """By how much each position turns the dims of a head: float32, both of shape S1H."""
 
-    cos_S1H: jax.Array
-    sin_S1H: jax.Array
+    cos: jax.Array
+    sin: jax.Array
 
 
 def rotary(length: int, head_dim: int, theta: float) -> Rotary:
@@ -29,14 +29,14 @@ def rotary(length: int, head_dim: int, theta: float) -> Rotary:
     frequency_P = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle_SP = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_P
     angle_S1H = jnp.concatenate([angle_SP, angle_SP], axis=-1)[:, None, :]
-    return Rotary(cos_S1H=jnp.cos(angle_S1H), sin_S1H=jnp.sin(angle_S1H))
+    return Rotary(cos=jnp.cos(angle_S1H), sin=jnp.sin(angle_S1H))
 
 
 def rotate(x_BSNH: jax.Array, rope: Rotary) -> jax.Array:
     """Turns each head by its position; scores then depend on the distance alone."""
     x_first, x_second = jnp.split(x_BSNH, 2, axis=-1)
     turned_BSNH = jnp.concatenate([-x_second, x_first], axis=-1)
-    rotated_BSNH = x_BSNH * rope.cos_S1H + turned_BSNH * rope.sin_S1H
+    rotated_BSNH = x_BSNH * rope.cos + turned_BSNH * rope.sin
     return rotated_BSNH.astype(x_BSNH.dtype)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -116,7 +117,7 @@ class _Miniature:
         try:
             state = self.optimizer.init(params)
             for step in range(_NUM_STEPS):
-                gradients = self._tree(indices, lambda index, step=step: gradient(step, index))
+                gradients = self._tree(indices, partial(gradient, step))
                 updates, state = self.optimizer.update(gradients, state, params)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
