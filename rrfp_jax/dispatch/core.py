@@ -156,8 +156,7 @@ class StageCore:
         Args:
           now_ns: On the clock of `handle`.
         """
-        text = self._report.describe(now_ns)
-        return text + f"\n  the step {self._phase.value} here"
+        return f"stage {self._shape.stage} {self._phase.value}: {self._report.describe(now_ns)}"
 
     def handle(self, event: Event, now_ns: int) -> list[Instruction]:
         """Takes one event. The only method that changes anything.
@@ -267,7 +266,7 @@ class StageCore:
         return [
             Fail(
                 message=f"stage {self._shape.stage} stalled: nothing in flight and nothing heard "
-                f"for {waited_s:.3f} s\n{self._report.describe(now_ns)}"
+                f"for {waited_s:.3f} s; {self._report.describe(now_ns)}"
             )
         ]
 
@@ -324,10 +323,11 @@ class StageCore:
         now_ns: int = 0,
     ) -> NoReturn:
         stage = self._shape.stage
+        culprit = "its own driver"
         if kind is RemoteProtocolError and isinstance(event, InputArrived | TransferFailed):
-            culprit = f"what came as from stage {self._shape.source(event.payload)}"
-        else:
-            culprit = "its own driver"
+            source = self._shape.source(event.payload)
+            inside = 0 <= source < self._shape.num_stages
+            culprit = f"stage {source}" if inside else "outside the pipeline"
         message = f"stage {stage} refused {event} from {culprit}: {reason}."
         if task is not None and self._is_own(task):
             message += f" Story of {self._report.story(task, now_ns)}."

@@ -15,6 +15,9 @@ from rrfp_jax.dispatch.ledger import Ledger
 from rrfp_jax.dispatch.readiness import Readiness
 from rrfp_jax.task import Kind, Payload, StageShape, Task
 
+# A report is read by people: of a long list the first few say enough.
+_MOST_NAMED = 8
+
 
 @final
 class StageReport:
@@ -43,8 +46,9 @@ class StageReport:
             lines.append("  waits for " + "; ".join(owed))
         if turn := self._arbiter.waits_for():
             lines.append(f"  next in the fixed order is {turn}")
-        if held_back := list(self._held_back()):
-            lines.append("  ready but held back: " + "; ".join(held_back))
+        if ready := list(self._ready()):
+            more = f", and {len(ready) - _MOST_NAMED} more" if len(ready) > _MOST_NAMED else ""
+            lines.append(f"  ready, not launched: {', '.join(ready[:_MOST_NAMED])}{more}")
         if self._admission.oldest < self._num_microbatches:
             stuck = self._first_unfinished(self._admission.oldest)
             lines.append(f"  oldest unfinished task {self.story(stuck, now_ns)}")
@@ -65,7 +69,7 @@ class StageReport:
     def _progress(self) -> str:
         ledger, admission = self._ledger, self._admission
         num_tasks = self._num_microbatches * len(self._shape.kinds)
-        text = f"stage {self._shape.stage}: {len(ledger.times)} of {num_tasks} tasks finished"
+        text = f"{len(ledger.times)} of {num_tasks} tasks finished"
         if ledger.in_flight:
             text += f", in flight {', '.join(map(str, ledger.in_flight))}"
         limit = "" if admission.budget_bytes is None else f" of {admission.budget_bytes}"
@@ -89,8 +93,8 @@ class StageReport:
                     f"{self._shape.source(payload)}"
                 )
 
-    def _held_back(self) -> Iterator[str]:
-        """Tasks that are ready and may not run, and why."""
+    def _ready(self) -> Iterator[str]:
+        """Tasks that have what they need and are not launched; those that do not fit say so."""
         for task in self._ledger.ready_ns:
             if task in self._ledger.launched_ns:
                 continue
@@ -98,7 +102,7 @@ class StageReport:
             if task.kind is Kind.F and not self._admission.has_room(num_bytes):
                 yield f"{task} (its {num_bytes} bytes do not fit)"
             else:
-                yield f"{task} (not its turn)"
+                yield str(task)
 
     @property
     def _finished(self) -> Iterable[Task]:

@@ -144,8 +144,8 @@ def test_silence_with_nothing_in_flight_fails_with_a_report():
     assert core.handle(Tick(), 4 + SECOND_NS - 1) == []
     (fail,) = core.handle(Tick(), 4 + SECOND_NS)
     assert fail.message == (
-        "stage 1 stalled: nothing in flight and nothing heard for 1.000 s\n"
-        "stage 1: 2 of 9 tasks finished, 2 bytes held\n"
+        "stage 1 stalled: nothing in flight and nothing heard for 1.000 s; "
+        "2 of 9 tasks finished, 2 bytes held\n"
         "  waits for the gradient of microbatches 0-1, owed by stage 2; "
         "the activation of microbatch 2, owed by stage 0\n"
         "  oldest unfinished task B1.0: activation arrived 1000.000 ms ago; F1.0 ready "
@@ -167,7 +167,7 @@ def test_repeats_do_not_hide_a_stall():
     assert isinstance(fail, Fail)
 
 
-def test_report_names_what_is_ready_and_why_it_is_held_back():
+def test_report_names_what_is_ready_and_what_does_not_fit():
     core = make_core(training_shapes(3)[1], microbatch_bytes=[7, 7, 7], budget_bytes=10)
     core.handle(StepStarted(), 0)
     for microbatch in (1, 2):
@@ -177,8 +177,8 @@ def test_report_names_what_is_ready_and_why_it_is_held_back():
     core.handle(done("B1.1"), 0)
     report = core.describe(0)
     assert "7 of 10 bytes held" in report
-    assert "ready but held back: F1.2 (its 7 bytes do not fit); W1.1 (not its turn)" in report
-    assert report.endswith("the step is running here")
+    assert report.startswith("stage 1 is running: ")
+    assert "ready, not launched: F1.2 (its 7 bytes do not fit), W1.1\n" in report
 
 
 def test_report_names_the_turn_of_a_fixed_order():
@@ -188,7 +188,14 @@ def test_report_names_the_turn_of_a_fixed_order():
     core.handle(arrived(ACTIVATION, 1), 0)
     report = core.describe(0)
     assert "next in the fixed order is F1.0" in report
-    assert "ready but held back: F1.1 (not its turn)" in report
+    assert "ready, not launched: F1.1" in report
+
+
+def test_report_of_many_ready_tasks_names_the_first_few():
+    core = make_core(training_shapes(2)[0], microbatch_bytes=[1] * 30)
+    core.handle(StepStarted(), 0)
+    listed = "F0.1, F0.2, F0.3, F0.4, F0.5, F0.6, F0.7, F0.8, and 21 more"
+    assert f"ready, not launched: {listed}\n" in core.describe(0)
 
 
 def test_hint_that_raises_fails_the_step():
