@@ -178,4 +178,5 @@ def reaches(
 
 def num_bytes(shaped: Any) -> int:
     """Bytes of an array of this shape and dtype, as it lies in memory."""
-    return math.prod(shaped.shape) * int(shaped.dtype.itemsize)
+    count: int = math.prod(shaped.shape)
+    return count * int(shaped.dtype.itemsize)
