@@ -15,6 +15,7 @@ weights has no W; a stage that is only evaluated has F alone.
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -163,7 +164,7 @@ def check_shapes(shapes: tuple[StageShape, ...]) -> None:
                 f"expected stage {index} of {len(shapes)} at position {index}, got stage "
                 f"{shape.stage} of {shape.num_stages}; give every stage once, first to last."
             )
-    for before, behind in zip(shapes, shapes[1:], strict=False):
+    for before, behind in itertools.pairwise(shapes):
         if before.needs_gradient != behind.sends_gradient:
             lacks = "waits for no gradient" if behind.sends_gradient else "waits for a gradient"
             does = "sends one" if behind.sends_gradient else "sends none"

@@ -15,6 +15,7 @@ ROOMS = [
     "layout",
     "budget",
     "config",
+    "config_file",
     "topology",
     "stages",
     "hints",

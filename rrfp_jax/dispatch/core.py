@@ -20,18 +20,16 @@ between two events there is never a free place in the queue and a task to fill i
     TransferFailed                                           -> fail
     Tick            nothing in flight for too long           -> fail with a report
 
-An event that breaks the protocol raises and changes nothing.
+An event that breaks the protocol (see `guard`) raises and changes nothing.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, final
+from typing import final
 
 from rrfp_jax.dispatch.admission import Admission
 from rrfp_jax.dispatch.arbiter import Policy, make_arbiter
-from rrfp_jax.dispatch.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from rrfp_jax.dispatch.events import (
     Event,
     InputArrived,
@@ -40,22 +38,19 @@ from rrfp_jax.dispatch.events import (
     Tick,
     TransferFailed,
 )
+from rrfp_jax.dispatch.guard import Guard, Phase
 from rrfp_jax.dispatch.instructions import Fail, Finish, Instruction, Launch, Release, Send
 from rrfp_jax.dispatch.ledger import Ledger, TaskTimes
 from rrfp_jax.dispatch.readiness import Readiness
 from rrfp_jax.dispatch.report import StageReport
 from rrfp_jax.dispatch.view import CoreView
 from rrfp_jax.hints import HintError
-from rrfp_jax.task import Kind, Payload, StageShape, Task
+from rrfp_jax.task import Kind, StageShape, Task
 
 __all__ = ["StageCore", "TaskTimes"]
 
-
-class _Phase(enum.Enum):
-    WAITING = "has not been started"
-    RUNNING = "is running"
-    FINISHED = "has finished"
-    FAILED = "has failed"
+# Before the first event: earlier than any clock.
+_BEFORE_ALL_NS = -(2**63)
 
 
 @final
@@ -105,9 +100,11 @@ class StageCore:
             policy, self._view, shape, self._admission, deterministic=deterministic
         )
         self._report = StageReport(*parts, self._arbiter)
-        self._phase = _Phase.WAITING
-        self._now_ns: int | None = None
-        self._heard_ns = 0
+        self._guard = Guard(
+            shape, self._num_microbatches, self._readiness, self._ledger, self._report
+        )
+        self._phase = Phase.WAITING
+        self._now_ns = self._heard_ns = _BEFORE_ALL_NS
         self._duplicates = 0
 
     @property
@@ -143,12 +140,12 @@ class StageCore:
     @property
     def finished(self) -> bool:
         """Whether every task is done."""
-        return self._phase is _Phase.FINISHED
+        return self._phase is Phase.FINISHED
 
     @property
     def failed(self) -> bool:
         """Whether the step cannot go on; every further event is ignored."""
-        return self._phase is _Phase.FAILED
+        return self._phase is Phase.FAILED
 
     def describe(self, now_ns: int) -> str:
         """The stage's state in words: progress, what it waits for, who owes it.
@@ -172,18 +169,15 @@ class StageCore:
           ProtocolError: The event cannot be; the core is as it was before.
           HintError: The hint raised or gave no rank; the step has failed.
         """
-        if self._phase is _Phase.FAILED:
+        if self._phase is Phase.FAILED:
             return []
-        if self._now_ns is not None and now_ns < self._now_ns:
-            self._refuse(
-                LocalProtocolError, event, f"time went back from {self._now_ns} ns to {now_ns} ns"
-            )
+        self._guard.check_time(event, self._now_ns, now_ns)
         try:
             match event:
-                case InputArrived(payload=payload, microbatch=microbatch):
-                    return self._input_arrived(event, payload, microbatch, now_ns)
-                case KernelFinished(task=task):
-                    return self._kernel_finished(event, task, now_ns)
+                case InputArrived():
+                    return self._input_arrived(event, now_ns)
+                case KernelFinished():
+                    return self._kernel_finished(event, now_ns)
                 case StepStarted():
                     return self._step_started(event, now_ns)
                 case TransferFailed():
@@ -191,21 +185,19 @@ class StageCore:
                 case Tick():
                     return self._tick(now_ns)
         except HintError:
-            self._phase = _Phase.FAILED
+            self._phase = Phase.FAILED
             raise
 
-    def _step_started(self, event: Event, now_ns: int) -> list[Instruction]:
-        if self._phase is not _Phase.WAITING:
-            self._refuse(LocalProtocolError, event, f"the step {self._phase.value}")
-        self._phase = _Phase.RUNNING
+    def _step_started(self, event: StepStarted, now_ns: int) -> list[Instruction]:
+        self._guard.check_start(event, self._phase)
+        self._phase = Phase.RUNNING
         self._heard(now_ns)
         self._became_ready(self._readiness.start(), now_ns)
         return self._launches(now_ns)
 
-    def _input_arrived(
-        self, event: Event, payload: Payload, microbatch: int, now_ns: int
-    ) -> list[Instruction]:
-        self._check_input(event, payload, microbatch, now_ns)
+    def _input_arrived(self, event: InputArrived, now_ns: int) -> list[Instruction]:
+        payload, microbatch = event.payload, event.microbatch
+        self._guard.check_input(event, self._phase, now_ns)
         if self._readiness.has_arrived(payload, microbatch):
             self._duplicates += 1
             return []
@@ -214,17 +206,9 @@ class StageCore:
         self._became_ready(self._readiness.arrive(payload, microbatch), now_ns)
         return self._launches(now_ns)
 
-    def _kernel_finished(self, event: Event, task: Task, now_ns: int) -> list[Instruction]:
-        in_flight = self._ledger.in_flight
-        if not in_flight or in_flight[0] != task:
-            flying = ", ".join(map(str, in_flight)) or "nothing"
-            self._refuse(
-                LocalProtocolError,
-                event,
-                f"kernels finish in launch order and in flight is {flying}",
-                task,
-                now_ns,
-            )
+    def _kernel_finished(self, event: KernelFinished, now_ns: int) -> list[Instruction]:
+        task = event.task
+        self._guard.check_finished(event, task, now_ns)
         self._heard(now_ns)
         self._ledger.finished(now_ns)
         instructions: list[Instruction] = []
@@ -236,18 +220,18 @@ class StageCore:
             instructions.append(Release(microbatch=task.microbatch))
         instructions += self._launches(now_ns)
         if len(self._ledger.times) == self._num_tasks:
-            self._phase = _Phase.FINISHED
+            self._phase = Phase.FINISHED
             instructions.append(Finish())
         return instructions
 
     def _transfer_failed(self, event: TransferFailed, now_ns: int) -> list[Instruction]:
         payload, microbatch = event.payload, event.microbatch
-        self._check_input(event, payload, microbatch, now_ns)
+        self._guard.check_input(event, self._phase, now_ns)
         if self._readiness.has_arrived(payload, microbatch):
             self._duplicates += 1
             return []
         self._heard(now_ns)
-        self._phase = _Phase.FAILED
+        self._phase = Phase.FAILED
         source = self._shape.source(payload)
         return [
             Fail(
@@ -258,10 +242,10 @@ class StageCore:
 
     def _tick(self, now_ns: int) -> list[Instruction]:
         self._now_ns = now_ns
-        idle = self._phase is _Phase.RUNNING and not self._ledger.in_flight
+        idle = self._phase is Phase.RUNNING and not self._ledger.in_flight
         if not idle or now_ns - self._heard_ns < self._stall_timeout_ns:
             return []
-        self._phase = _Phase.FAILED
+        self._phase = Phase.FAILED
         waited_s = (now_ns - self._heard_ns) / 1e9
         return [
             Fail(
@@ -291,48 +275,3 @@ class StageCore:
             instructions.append(Launch(task=task))
             self._became_ready(self._readiness.launch(task), now_ns)
         return instructions
-
-    def _check_input(self, event: Event, payload: Payload, microbatch: int, now_ns: int) -> None:
-        """Refuses what no neighbour can have sent."""
-        if self._phase is _Phase.WAITING:
-            self._refuse(LocalProtocolError, event, f"the step {self._phase.value}")
-        if not self._shape.needs(payload):
-            self._refuse(RemoteProtocolError, event, f"this stage takes no {payload.value}")
-        if not 0 <= microbatch < self._num_microbatches:
-            self._refuse(
-                RemoteProtocolError,
-                event,
-                f"the step has microbatches 0 to {self._num_microbatches - 1}",
-            )
-        forward = self._readiness.chain(microbatch)[0]
-        if payload is Payload.GRADIENT and forward not in self._ledger.times:
-            self._refuse(
-                RemoteProtocolError,
-                event,
-                f"a gradient cannot come before {forward} has finished",
-                forward,
-                now_ns,
-            )
-
-    def _refuse(
-        self,
-        kind: type[ProtocolError],
-        event: Event,
-        reason: str,
-        task: Task | None = None,
-        now_ns: int = 0,
-    ) -> NoReturn:
-        stage = self._shape.stage
-        culprit = "its own driver"
-        if kind is RemoteProtocolError and isinstance(event, InputArrived | TransferFailed):
-            source = self._shape.source(event.payload)
-            inside = 0 <= source < self._shape.num_stages
-            culprit = f"stage {source}" if inside else "outside the pipeline"
-        message = f"stage {stage} refused {event} from {culprit}: {reason}."
-        if task is not None and self._is_own(task):
-            message += f" Story of {self._report.story(task, now_ns)}."
-        raise kind(message)
-
-    def _is_own(self, task: Task) -> bool:
-        own = task.stage == self._shape.stage and task.kind in self._shape.kinds
-        return own and 0 <= task.microbatch < self._num_microbatches

@@ -17,9 +17,9 @@ def check_hint(
     *,
     deterministic: bool = True,
 ) -> None:
-    """Runs one virtual step with a hint, and a second one in its fixed order.
+    """Runs a virtual step in a hint's order, if it has one, and one with its ranks.
 
-    The first is under the budget of 1F1B, so that the hint sees stages that are full.
+    The second is under the budget of 1F1B, so that the hint sees stages that are full.
 
     Args:
       hint: To be checked.
@@ -31,50 +31,21 @@ def check_hint(
       HintError: A rank is not a tuple of numbers, the hint raised, or an order misses
         or repeats a task, breaks a dependency, or makes stages wait for each other.
     """
-    check_ranks(hint, shapes, num_microbatches, deterministic=deterministic)
     if isinstance(hint, OrderHint):
         orders = fixed_orders(hint, shapes, num_microbatches, deterministic=deterministic)
-        check_orders(hint.name, orders, shapes, num_microbatches, deterministic=deterministic)
+        _check_orders(hint, orders, shapes, num_microbatches, deterministic=deterministic)
+    _check_ranks(hint, shapes, num_microbatches, deterministic=deterministic)
 
 
-def check_ranks(
-    hint: Hint, shapes: Sequence[StageShape], num_microbatches: int, *, deterministic: bool
-) -> None:
-    """Asks for every rank once.
-
-    Raises:
-      HintError: One is not a tuple of numbers, or the hint raised.
-    """
-    simulate(
-        shapes=shapes,
-        policy=hint,
-        microbatch_bytes=[[1] * num_microbatches] * len(shapes),
-        durations=lambda task: 1,
-        budgets=[one_f_one_b_microbatches(shape, num_microbatches) for shape in shapes],
-        deterministic=deterministic,
-    )
-
-
-def check_orders(
-    name: str,
+def _check_orders(
+    hint: OrderHint,
     orders: Sequence[Sequence[Task]],
     shapes: Sequence[StageShape],
     num_microbatches: int,
     *,
     deterministic: bool,
 ) -> None:
-    """Keeps the orders of all stages together once.
-
-    Args:
-      name: Of the hint, for the error.
-      orders: For each stage one that is sound by itself.
-      shapes: First stage to last.
-      num_microbatches: Microbatches of a step.
-      deterministic: Whether W runs by microbatch.
-
-    Raises:
-      HintError: Stages wait for each other, whatever the timing.
-    """
+    """Keeps the orders of all stages together: each is sound, but they may be at odds."""
     try:
         simulate(
             shapes=shapes,
@@ -85,5 +56,19 @@ def check_orders(
         )
     except SimulationError as error:
         raise HintError(
-            f"hint {name!r} gave orders in which stages wait for each other: {error}"
+            f"hint {hint.name!r} gave orders in which stages wait for each other: {error}"
         ) from error
+
+
+def _check_ranks(
+    hint: Hint, shapes: Sequence[StageShape], num_microbatches: int, *, deterministic: bool
+) -> None:
+    """Asks for every rank once."""
+    simulate(
+        shapes=shapes,
+        policy=hint,
+        microbatch_bytes=[[1] * num_microbatches] * len(shapes),
+        durations=lambda task: 1,
+        budgets=[one_f_one_b_microbatches(shape, num_microbatches) for shape in shapes],
+        deterministic=deterministic,
+    )

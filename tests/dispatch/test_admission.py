@@ -29,7 +29,7 @@ def test_oldest_moves_past_those_released_out_of_order():
     data=st.data(),
 )
 def test_lane_gives_the_best_forward_that_fits_or_the_oldest(sizes, budget, data):
-    """Forwards come, enter and leave in any order; each time the best is found by looking at all."""
+    """Forwards come, enter and leave in any order; looking at all finds the same best."""
     admission = Admission(sizes, budget)
     lane = AdmissionLane(admission)
     to_come = data.draw(st.permutations(range(len(sizes))))

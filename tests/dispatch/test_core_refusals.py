@@ -108,7 +108,9 @@ def test_lost_repeat_of_what_arrived_is_no_failure():
     assert (core.duplicates, core.failed) == (1, False)
 
 
-@pytest.mark.parametrize(("payload", "microbatch", "source"), [(ACTIVATION, 2, 0), (GRADIENT, 0, 2)])
+@pytest.mark.parametrize(
+    ("payload", "microbatch", "source"), [(ACTIVATION, 2, 0), (GRADIENT, 0, 2)]
+)
 def test_lost_transfer_fails_naming_what_and_whose(payload, microbatch, source):
     core = busy_core()
     assert core.handle(lost(payload, microbatch), 5) == [

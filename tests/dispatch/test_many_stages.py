@@ -9,7 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chaos import Halted, run_in_random_order
+from support.chaos import HaltedError, run_in_random_order
 from support.cores import (
     PriorityHint,
     check_invariants,
@@ -187,5 +187,5 @@ def test_halt_is_noticed_by_the_runner():
         for shape, order in zip(shapes, crossed, strict=True)
     ]
     cores[1].handle = lambda event, now_ns: []  # stage 1 is deaf
-    with pytest.raises(Halted, match="owed by stage 1"):
+    with pytest.raises(HaltedError, match="owed by stage 1"):
         run_in_random_order(cores, 0)

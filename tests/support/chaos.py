@@ -14,7 +14,7 @@ from rrfp_jax.dispatch.instructions import Launch, Send
 from rrfp_jax.task import Payload
 
 
-class Halted(AssertionError):
+class HaltedError(AssertionError):
     """Nothing more can happen though a stage has not finished."""
 
 
@@ -56,5 +56,5 @@ def run_in_random_order(cores, seed, *, duplicates=0.0):
         else:
             handle(*bundles.pop(choice - len(busy)))
     if not all(core.finished for core in cores):
-        raise Halted("\n".join(core.describe(now_ns) for core in cores))
+        raise HaltedError("\n".join(core.describe(now_ns) for core in cores))
     return launched
