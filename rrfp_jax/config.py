@@ -71,6 +71,9 @@ class RunSection(Section):
     trace_every: Index = 10
     """Trace one step in so many; 0 for none."""
 
+    compilation_cache: bool = True
+    """Keep compiled programs in ~/.cache/rrfp_jax, so that the next run starts at once."""
+
     eval_every: Index = 0
     """Evaluate the held-out microbatches after so many steps; 0 for after the last alone."""
 

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rrfp_jax.stages.state import parameter_names
+
 # The first update of Adam forgets the scale of a gradient; a second one remembers.
 _NUM_STEPS = 2
 _TOLERANCE = 1e-5
@@ -75,6 +77,7 @@ def check_separable(
       ValueError: The updates differ, or the optimizer does not take a part of the tree.
     """
     leaves, structure = jax.tree.flatten(params)
+    names = parameter_names(structure)
     # Compiled once for each part of the tree and used by all probes.
     compiled = optax.GradientTransformation(jax.jit(optimizer.init), jax.jit(optimizer.update))
     miniature = _Miniature(optimizer=compiled, leaves=leaves, structure=structure)
@@ -90,8 +93,8 @@ def check_separable(
                 ):
                     raise ValueError(
                         "the optimizer must update each parameter by itself, got one whose "
-                        f"update of {miniature.name(index)} depends on parameters outside of "
-                        f"stage {stage}: with {probe.name}, {together[index]:.6g} beside them "
+                        f"update of {names[index]} depends on parameters outside of stage "
+                        f" {stage}: with {probe.name}, {together[index]:.6g} beside them "
                         f"and {apart[index]:.6g} alone; {probe.remedy}."
                     )
 
@@ -128,12 +131,6 @@ class _Miniature:
             ) from error
         found = self.structure.flatten_up_to(updates)
         return {index: float(np.asarray(found[index]).sum()) for index in indices}
-
-    def name(self, index: int) -> str:
-        """The path of a leaf, such as ``blocks.0.attention.kernel``."""
-        numbered = jax.tree.unflatten(self.structure, range(len(self.leaves)))
-        path, _ = jax.tree_util.tree_leaves_with_path(numbered)[index]
-        return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
     def _tree(self, indices: Sequence[int], value: Callable[[int], float]) -> Any:
         full: list[Any] = [None] * len(self.leaves)

@@ -59,6 +59,15 @@ class Partition:
         return [params[position] for position in self.trained]
 
 
+def parameter_names(structure: Any) -> list[str]:
+    """The path of each leaf of a parameter tree, such as ``blocks.0.attention.kernel``."""
+    placeholders = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        for path, _ in jax.tree_util.tree_leaves_with_path(placeholders)
+    ]
+
+
 def init_stage(
     init_fn: Callable[[jax.Array], Any],
     optimizer: optax.GradientTransformation,

@@ -19,7 +19,7 @@ import numpy as np
 from rrfp_jax.stages.compile import StageKernels
 from rrfp_jax.stages.kernels import accumulator_dtype, compile_on
 from rrfp_jax.stages.plan import StagePlan
-from rrfp_jax.stages.state import StageState
+from rrfp_jax.stages.state import StageState, parameter_names
 
 Accumulators = list[list[jax.Array]]
 
@@ -119,15 +119,6 @@ class Updater:
             total = np.asarray(accumulators[stage][position])
             leaves[leaf] = total * total.dtype.type(scale)
         return jax.tree.unflatten(structure, leaves)
-
-
-def parameter_names(structure: Any) -> list[str]:
-    """The path of each leaf of a parameter tree, such as ``blocks.0.attention.kernel``."""
-    placeholders = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return [
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        for path, _ in jax.tree_util.tree_leaves_with_path(placeholders)
-    ]
 
 
 def _holders(plans: Sequence[StagePlan]) -> dict[int, list[tuple[int, int]]]:

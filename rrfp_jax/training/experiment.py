@@ -14,6 +14,7 @@ from rrfp_jax.dispatch.delays import ExponentialDelays
 from rrfp_jax.layout import layers_per_stage
 from rrfp_jax.models import gpt
 from rrfp_jax.pipeline import LossFn, Pipeline
+from rrfp_jax.stages.cache import use_compilation_cache
 from rrfp_jax.training import optimizer
 
 
@@ -44,6 +45,8 @@ def build_experiment(config: RunConfig) -> Experiment:
     Raises:
       ValueError: The config does not fit the machine.
     """
+    if config.run.compilation_cache:
+        use_compilation_cache()
     schedule, variability = config.schedule, config.variability
     layers = config.model.layers_per_stage or layers_per_stage(
         config.model.num_layers, config.mesh.stages
