@@ -71,11 +71,7 @@ class Readiness:
         position = self._num_launched[microbatch]
         if position == len(self._shape.kinds):
             return []
-        if (
-            position == 1
-            and self._shape.needs_gradient
-            and not self._arrived[Payload.GRADIENT][microbatch]
-        ):
+        if self._shape.needs_gradient and not self._arrived[Payload.GRADIENT][microbatch]:
             return []
         return self._ready(microbatch, position)
 
