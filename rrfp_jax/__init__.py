@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from rrfp_jax.config import RunConfig
     from rrfp_jax.config_file import load_config
     from rrfp_jax.hints import Hint
-    from rrfp_jax.pipeline import Pipeline, PipelineState, StepMetrics
+    from rrfp_jax.pipeline import Pipeline
     from rrfp_jax.stages.boundary import stage_boundary
     from rrfp_jax.stages.rng import microbatch_rng
+    from rrfp_jax.step import PipelineState, StepMetrics
     from rrfp_jax.task import Kind, Task
 
 __version__ = "0.1.0"
@@ -24,9 +25,9 @@ _HOMES = {
     "Hint": "rrfp_jax.hints",
     "Kind": "rrfp_jax.task",
     "Pipeline": "rrfp_jax.pipeline",
-    "PipelineState": "rrfp_jax.pipeline",
+    "PipelineState": "rrfp_jax.step",
     "RunConfig": "rrfp_jax.config",
-    "StepMetrics": "rrfp_jax.pipeline",
+    "StepMetrics": "rrfp_jax.step",
     "Task": "rrfp_jax.task",
     "load_config": "rrfp_jax.config_file",
     "microbatch_rng": "rrfp_jax.stages.rng",

@@ -68,6 +68,13 @@ def _check(arguments: argparse.Namespace) -> int:
     return verdict.conclude(console, as_json=arguments.json)
 
 
+def _config(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.config_docs import as_markdown
+
+    print(as_markdown(), end="")
+    return 0
+
+
 def _hints(arguments: argparse.Namespace) -> int:
     from rrfp_jax.commands import hints
 
@@ -152,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     hints.add_argument("--stages", type=_count, default=4, help="default: 4")
     hints.add_argument("--microbatches", type=_count, default=6, help="default: 6")
     hints.set_defaults(command=_hints)
+
+    config = commands.add_parser("config", help="print every key of a config, with its default")
+    config.set_defaults(command=_config)
 
     bench = commands.add_parser("bench", help="measure; exits with 1 beyond a stated limit")
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")

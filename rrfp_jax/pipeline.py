@@ -34,87 +34,15 @@ from rrfp_jax.dispatch.transport import Transport
 from rrfp_jax.schedule import Schedule
 from rrfp_jax.stages.buckets import Buckets
 from rrfp_jax.stages.compile import Progress, StageKernels, compile_stages
-from rrfp_jax.stages.plan import StagePlan, plan_stages
-from rrfp_jax.stages.rng import microbatch_rng
+from rrfp_jax.stages.inputs import LossFn, place_fields, plan_loss
+from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.stages.separable import check_separable
 from rrfp_jax.stages.split import DEFAULT_REMAT_POLICY, REMAT_POLICIES
-from rrfp_jax.stages.state import Placement, StageState, init_stage
+from rrfp_jax.stages.state import Placement, init_stage
 from rrfp_jax.stages.update import Accumulators, Updater
+from rrfp_jax.step import EvalMetrics, Gradients, PipelineState, StepMetrics
 from rrfp_jax.task import Task
 from rrfp_jax.topology import place_stages
-
-LossFn = Callable[[Any, Any, Any], tuple[Any, Any]]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineState:
-    """Everything that a step changes.
-
-    Attributes:
-      stages: First stage to last, each on its own devices.
-      step: Steps tried; seeds dropout, so a skipped step is not repeated.
-      updates: Optimizer updates applied; what learning rate schedules count.
-    """
-
-    stages: tuple[StageState, ...]
-    step: int
-    updates: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """What one step was like.
-
-    Attributes:
-      step: Its number, from 1.
-      loss: Loss sum over weight, over all microbatches; NaN if nothing counted.
-      weight: How much counted, in the loss function's unit (tokens).
-      grad_norm: 2-norm of the gradient before clipping.
-      skipped: Why no update was applied, or None if one was.
-      step_time_s: Wall time of the whole step.
-      busy_fraction: Share of the stages' time in which they ran a kernel.
-      times: When each task was ready, launched, started and finished.
-      peak_held_bytes: For each stage, the most that was charged to its budget.
-      peak_live_bytes: For each stage, the most that admitted microbatches really held;
-        0 unless the pipeline was built with ``measure_memory=True``.
-    """
-
-    step: int
-    loss: float
-    weight: float
-    grad_norm: float
-    skipped: str | None
-    step_time_s: float
-    busy_fraction: float
-    times: Mapping[Task, TaskTimes]
-    peak_held_bytes: tuple[int, ...]
-    peak_live_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalMetrics:
-    """Loss and weight of microbatches that were only evaluated."""
-
-    loss: float
-    weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
-    """The gradient of ``loss_sum / weight`` over all microbatches of a step.
-
-    Attributes:
-      loss: Loss sum over weight.
-      weight: How much counted.
-      norm: The gradient's 2-norm.
-      tree: The gradient as the whole parameter tree, in host memory.
-    """
-
-    loss: float
-    weight: float
-    norm: float
-    tree: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +123,7 @@ class Pipeline:
         self._max_grad_norm = max_grad_norm
         self._delays = delays or no_delays()
         self._buckets = Buckets(buckets)
-        self._plans = _plan(loss_fn, init_fn, self._buckets, remat, evaluation=evaluation)
+        self._plans = plan_loss(loss_fn, init_fn, self._buckets, remat, evaluation=evaluation)
         self._placements = place_stages(mesh, len(self._plans))
         self._schedule = Schedule(
             hint=hint,
@@ -389,7 +317,14 @@ class Pipeline:
         if training:
             accumulators = self._accumulators or [list(k.zeros()) for k in self._kernels]
             self._accumulators = None  # donated from here on; a failed step makes new ones
-        fields = self._place_fields(state, microbatches, buckets, training=training)
+        fields = [
+            place_fields(
+                plan, placement, stage, state.step, microbatches, buckets, training=training
+            )
+            for plan, placement, stage in zip(
+                self._plans, self._placements, state.stages, strict=True
+            )
+        ]
         jobs = [
             StageJob(
                 core=core,
@@ -419,70 +354,6 @@ class Pipeline:
             peak_held_bytes=tuple(job.core.peak_held_bytes for job in jobs),
             peak_live_bytes=tuple(job.execution.peak_live_bytes for job in jobs),
         )
-
-    def _place_fields(
-        self,
-        state: PipelineState,
-        microbatches: Sequence[Any],
-        buckets: Sequence[int],
-        *,
-        training: bool,
-    ) -> list[list[list[jax.Array]]]:
-        """For each stage and microbatch, the batch fields that it reads, on its devices."""
-        placed = []
-        for plan, placement, own in zip(self._plans, self._placements, state.stages, strict=True):
-            chosen = []
-            for position, (microbatch, bucket) in enumerate(
-                zip(microbatches, buckets, strict=True)
-            ):
-                if training:
-                    place = np.array([state.step, position], np.uint32)
-                    inputs = _train_inputs(microbatch, own.rng, place)
-                    wanted = plan.train[bucket].cut.fields
-                else:
-                    inputs = _eval_inputs(microbatch)
-                    wanted = plan.evaluate[bucket].cut.fields
-                leaves = jax.tree.leaves(inputs)
-                chosen.append([leaves[i] for i in wanted])
-            placed.append(jax.device_put(chosen, placement))
-        return placed
-
-
-def _train_inputs(batch: Any, rng: Any, place: Any) -> Any:
-    return {"batch": batch, "rng": {"key": rng, "place": place}}
-
-
-def _eval_inputs(batch: Any) -> Any:
-    return {"batch": batch}
-
-
-def _plan(
-    loss_fn: LossFn,
-    init_fn: Callable[[jax.Array], Any],
-    buckets: Buckets,
-    remat: str,
-    *,
-    evaluation: bool,
-) -> tuple[StagePlan, ...]:
-    key = jax.eval_shape(jax.random.key, 0)
-
-    def train_loss(params: Any, inputs: Any) -> tuple[Any, Any]:
-        rng = inputs["rng"]
-        step, microbatch = rng["place"]
-        return loss_fn(params, inputs["batch"], microbatch_rng(rng["key"], step, microbatch))
-
-    def eval_loss(params: Any, inputs: Any) -> tuple[Any, Any]:
-        return loss_fn(params, inputs["batch"], None)
-
-    place = jax.ShapeDtypeStruct((2,), np.uint32)
-    return plan_stages(
-        train_loss,
-        eval_loss if evaluation else None,
-        jax.eval_shape(init_fn, key),
-        [_train_inputs(shape, key, place) for shape in buckets.shapes],
-        [_eval_inputs(shape) for shape in buckets.shapes],
-        remat=remat,
-    )
 
 
 def _skip_reason(result: _Result, not_finite: tuple[int, str] | None) -> str | None:

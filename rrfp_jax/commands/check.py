@@ -19,7 +19,7 @@ from rich.table import Table
 
 from rrfp_jax.commands.verdict import Verdict
 from rrfp_jax.config import RunConfig
-from rrfp_jax.pipeline import LossFn
+from rrfp_jax.stages.inputs import LossFn
 from rrfp_jax.stages.rng import microbatch_rng
 from rrfp_jax.stages.state import parameter_names
 from rrfp_jax.training.experiment import Experiment, build_experiment

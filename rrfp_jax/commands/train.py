@@ -14,8 +14,8 @@ from rrfp_jax.config_file import dump_config
 from rrfp_jax.report.trace import TraceFiles
 from rrfp_jax.stages.program import num_bytes
 from rrfp_jax.training.experiment import Experiment, build_experiment
-from rrfp_jax.training.metrics import MetricsFile, StepRecord
-from rrfp_jax.training.observer import Observer
+from rrfp_jax.training.metrics import MetricsFile
+from rrfp_jax.training.observer import Observer, StepRecord
 from rrfp_jax.training.progress import ProgressDisplay
 from rrfp_jax.training.trainer import fit
 

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, final
 
 from rrfp_jax.task import Task
-from rrfp_jax.training.metrics import StepRecord
-from rrfp_jax.training.observer import Observer
+from rrfp_jax.training.observer import Observer, StepRecord
 
 # Steps in the Perfetto file: enough to see a pattern, few enough to open at once.
 PERFETTO_STEPS = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -14,10 +15,11 @@ def use_compilation_cache() -> None:
     A cache that the user has set up (``JAX_COMPILATION_CACHE_DIR``) is left alone. The
     folder is named after the jax version; jax's own keys tell devices and programs apart.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    config: Any = jax.config  # its options are attributes that no type checker sees
+    if config.jax_compilation_cache_dir is not None:
         return
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(home / "rrfp_jax" / jax.__version__))
+    config.update("jax_compilation_cache_dir", str(home / "rrfp_jax" / jax.__version__))
     # A stage is many small programs; by default jax keeps the slow ones alone.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)

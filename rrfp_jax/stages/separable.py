@@ -94,7 +94,7 @@ def check_separable(
                     raise ValueError(
                         "the optimizer must update each parameter by itself, got one whose "
                         f"update of {names[index]} depends on parameters outside of stage "
-                        f" {stage}: with {probe.name}, {together[index]:.6g} beside them "
+                        f"{stage}: with {probe.name}, {together[index]:.6g} beside them "
                         f"and {apart[index]:.6g} alone; {probe.remedy}."
                     )
 

@@ -13,8 +13,9 @@ from rrfp_jax.data import text
 from rrfp_jax.dispatch.delays import ExponentialDelays
 from rrfp_jax.layout import layers_per_stage
 from rrfp_jax.models import gpt
-from rrfp_jax.pipeline import LossFn, Pipeline
+from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.stages.cache import use_compilation_cache
+from rrfp_jax.stages.inputs import LossFn
 from rrfp_jax.training import optimizer
 
 

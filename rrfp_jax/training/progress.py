@@ -17,8 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from rrfp_jax.training.metrics import StepRecord
-from rrfp_jax.training.observer import Observer
+from rrfp_jax.training.observer import Observer, StepRecord
 
 # Between two lines when the output is not a terminal.
 _LINE_EVERY_S = 5.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.training.metrics import StepRecord
-from rrfp_jax.training.observer import Observer
+from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.step import PipelineState
+from rrfp_jax.training.observer import Observer, StepRecord
 
 
 class TooManySkippedError(RuntimeError):

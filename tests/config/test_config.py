@@ -6,6 +6,7 @@ import pytest
 
 from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.config import RunConfig
+from rrfp_jax.config_docs import as_markdown
 from rrfp_jax.config_file import ConfigError, dump_config, load_config
 
 
@@ -145,3 +146,14 @@ def test_budgets_are_multiples_or_bytes(text, budget):
 def test_other_budgets_are_refused_with_examples(text):
     with pytest.raises(ValueError, match="'2.0x', or bytes"):
         ActivationBudget.parse(text)
+
+
+def test_document_of_the_configuration_is_what_the_command_prints(root):
+    written = (root / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == as_markdown(), "run: rrfp config > docs/configuration.md"
+
+
+def test_every_key_is_documented():
+    for name, field in RunConfig.model_fields.items():
+        for key, inner in field.annotation.model_fields.items():
+            assert inner.description, f"{name}.{key} has no docstring"

@@ -1,0 +1,84 @@
+"""What a step takes and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from rrfp_jax.dispatch.core import TaskTimes
+from rrfp_jax.stages.state import StageState
+from rrfp_jax.task import Task
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineState:
+    """Everything that a step changes.
+
+    Attributes:
+      stages: First stage to last, each on its own devices.
+      step: Steps tried; seeds dropout, so a skipped step is not repeated.
+      updates: Optimizer updates applied; what learning rate schedules count.
+    """
+
+    stages: tuple[StageState, ...]
+    step: int
+    updates: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What one step was like.
+
+    Attributes:
+      step: Its number, from 1.
+      loss: Loss sum over weight, over all microbatches; NaN if nothing counted.
+      weight: How much counted, in the loss function's unit (tokens).
+      grad_norm: 2-norm of the gradient before clipping.
+      skipped: Why no update was applied, or None if one was.
+      step_time_s: Wall time of the whole step.
+      busy_fraction: Share of the stages' time in which they ran a kernel.
+      times: When each task was ready, launched, started and finished.
+      peak_held_bytes: For each stage, the most that was charged to its budget.
+      peak_live_bytes: For each stage, the most that admitted microbatches really held;
+        0 unless the pipeline was built with ``measure_memory=True``.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    grad_norm: float
+    skipped: str | None
+    step_time_s: float
+    busy_fraction: float
+    times: Mapping[Task, TaskTimes]
+    peak_held_bytes: tuple[int, ...]
+    peak_live_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """Loss and weight of microbatches that were only evaluated."""
+
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """The gradient of ``loss_sum / weight`` over all microbatches of a step.
+
+    Attributes:
+      loss: Loss sum over weight.
+      weight: How much counted.
+      norm: The gradient's 2-norm.
+      tree: The gradient as the whole parameter tree, in host memory.
+    """
+
+    loss: float
+    weight: float
+    norm: float
+    tree: Any
