@@ -38,7 +38,6 @@ Params = nnx.State[Any, Any]
 InitFn = Callable[[jax.Array], Params]
 LossFn = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
 
-TABLE_STDDEV = 0.02
 MASKED = float(np.finfo(np.float32).min)
 
 
@@ -143,8 +142,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The same function of every position."""
-        hidden_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
-        return self.down(hidden_BSF)
+        return self.down(jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD))
 
 
 def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn, LossFn]:
@@ -184,11 +182,11 @@ def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn,
 
 def _table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
     shape = (config.vocab_size, config.d_model)
-    return nnx.Param(nnx.initializers.normal(TABLE_STDDEV)(rngs.params(), shape, jnp.float32))
+    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, jnp.float32))
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.d_model, dtype=jnp.dtype(config.dtype), rngs=rngs)
+    return nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
 
 
 def _linear(
@@ -197,6 +195,5 @@ def _linear(
     # Every layer adds two branches to the residual stream; scaled so, the stream's variance
     # does not grow with depth.
     scale = 1.0 / (2 * config.num_layers) if ends_branch else 1.0
-    init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
-    dtype = jnp.dtype(config.dtype)
+    init, dtype = nnx.initializers.variance_scaling(scale, "fan_in", "normal"), config.dtype
     return nnx.Linear(d_in, d_out, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)
