@@ -1,6 +1,7 @@
 """The pipeline computes what the uncut model computes, and the same bits whatever the timing."""
 
 import itertools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from support.toys import Toy, largest_difference, microbatches, reference
 
 from rrfp_jax import Pipeline, stage_boundary
 from rrfp_jax.dispatch.delays import ExponentialDelays
+from rrfp_jax.hints import Hint
 
 RNG = jax.random.key(7)
 
@@ -97,6 +99,35 @@ def test_parameters_after_twenty_delayed_steps_are_bitwise_the_same(hint, mode, 
     params, losses = _train(20, hint=hint, mode=mode, delays=delays)
     assert losses == sequential_run[1]
     assert_trees_equal(params, sequential_run[0])
+
+
+class Shuffled(Hint):
+    """Ranks everything at random; another permutation for each seed."""
+
+    name = "shuffled"
+    seed = 0
+
+    def rank(self, task, view):
+        return (random.Random(f"{self.seed} {task}").random(),)
+
+
+def test_hundred_random_hints_under_delays_and_one_microbatch_of_budget_give_the_same_bits():
+    toy = Toy(num_stages=4)
+    hint = Shuffled()
+    delays = ExponentialDelays(compute_s=1e-4, transfer_s=2e-4)
+    pipelines = [
+        build(toy, evaluation=False, hint=hint, delays=delays, activation_budget=budget)
+        for budget in (1, "1.0x")
+    ]
+    state = pipelines[0].init(RNG)
+    pipelines[1].compile()
+    batches = microbatches(8)
+    _, expected = reference(toy.loss_fn, toy.init_fn(RNG), batches, RNG)
+    first = pipelines[0].gradients(state, batches).tree
+    assert largest_difference(first, expected) <= 1e-5
+    for hint.seed in range(100):
+        found = pipelines[hint.seed % 2].gradients(state, batches)
+        assert_trees_equal(found.tree, first)
 
 
 @pytest.mark.parametrize("remat", ["dots_with_no_batch_dims_saveable", "nothing_saveable"])
