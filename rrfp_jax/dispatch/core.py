@@ -153,7 +153,9 @@ class StageCore:
         Args:
           now_ns: On the clock of `handle`.
         """
-        return f"stage {self._shape.stage} {self._phase.value}: {self._report.describe(now_ns)}"
+        return (
+            f"stage {self._shape.stage}: step {self._phase.value}, {self._report.describe(now_ns)}"
+        )
 
     def handle(self, event: Event, now_ns: int) -> list[Instruction]:
         """Takes one event. The only method that changes anything.

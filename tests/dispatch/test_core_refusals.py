@@ -179,7 +179,7 @@ def test_report_names_what_is_ready_and_what_does_not_fit():
     core.handle(done("B1.1"), 0)
     report = core.describe(0)
     assert "7 of 10 bytes held" in report
-    assert report.startswith("stage 1 is running: ")
+    assert report.startswith("stage 1: step is running, 2 of 9 tasks finished")
     assert "ready, not launched: F1.2 (its 7 bytes do not fit), W1.1\n" in report
 
 
