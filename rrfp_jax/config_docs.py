@@ -18,9 +18,10 @@ def as_markdown() -> str:
 def _lines() -> Iterator[str]:
     yield "# Configuration"
     yield ""
-    yield "A config is a YAML 1.2 file with these sections; every key has a default. On the command"
-    yield "line, `section.key=value` overrides a key: `rrfp train CONFIG train.steps=40`. Unknown keys"
-    yield "are refused, with the nearest one that exists. This page is what `rrfp config` prints."
+    yield "A config is a YAML 1.2 file with these sections; every key has a default. On the"
+    yield "command line, `section.key=value` overrides a key: `rrfp train CONFIG train.steps=40`."
+    yield "Unknown keys are refused, with the nearest one that exists. This page is what"
+    yield "`rrfp config` prints."
     defaults = RunConfig().model_dump(mode="json")
     for name, field in RunConfig.model_fields.items():
         section = field.annotation
