@@ -197,7 +197,7 @@ class ScheduleConfig(Section):
     """Accumulate gradients in microbatch order: bitwise the same whatever the timing."""
 
     stall_timeout_s: Positive = 120.0
-    """A stage that hears nothing for so long fails with a report."""
+    """A stage that hears nothing for so long fails with a report; above what a kernel takes."""
 
 
 class OptimizerConfig(Section):

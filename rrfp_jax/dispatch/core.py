@@ -18,7 +18,7 @@ between two events there is never a free place in the queue and a task to fill i
     InputArrived    F, or the first backward task, ready     -> launches
     KernelFinished  a place is free          -> send, release, launches, finish
     TransferFailed                                           -> fail
-    Tick            nothing in flight for too long           -> fail with a report
+    Tick            nothing heard for too long               -> fail with a report
 
 An event that breaks the protocol (see `guard`) raises and changes nothing.
 """
@@ -65,7 +65,7 @@ class StageCore:
         most. None for any amount. An order bounds memory by itself and ignores it.
       launch_ahead: Kernels queued behind the running one.
       deterministic: Run W by microbatch.
-      stall_timeout_ns: With nothing in flight and nothing heard for so long, fail.
+      stall_timeout_ns: With nothing heard for so long, fail; above what a kernel takes.
 
     Raises:
       ValueError: An argument is out of range, or the order is not one to keep.
@@ -244,15 +244,17 @@ class StageCore:
 
     def _tick(self, now_ns: int) -> list[Instruction]:
         self._now_ns = now_ns
-        idle = self._phase is Phase.RUNNING and not self._ledger.in_flight
-        if not idle or now_ns - self._heard_ns < self._stall_timeout_ns:
+        silent_ns = now_ns - self._heard_ns
+        if self._phase is not Phase.RUNNING or silent_ns < self._stall_timeout_ns:
             return []
         self._phase = Phase.FAILED
-        waited_s = (now_ns - self._heard_ns) / 1e9
+        # A kernel that does not end is a stall too: it would be waited for without a limit.
+        flying = self._ledger.in_flight
+        what = f"{flying[0]} has not finished" if flying else "nothing in flight"
         return [
             Fail(
-                message=f"stage {self._shape.stage} stalled: nothing in flight and nothing heard "
-                f"for {waited_s:.3f} s; {self._report.describe(now_ns)}"
+                message=f"stage {self._shape.stage} stalled: {what} and nothing heard for "
+                f"{silent_ns / 1e9:.3f} s; {self._report.describe(now_ns)}"
             )
         ]
 

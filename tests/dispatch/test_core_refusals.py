@@ -156,9 +156,10 @@ def test_silence_with_nothing_in_flight_fails_with_a_report():
     )
 
 
-def test_silence_while_a_kernel_runs_is_no_stall():
+def test_kernel_that_does_not_finish_fails_by_its_name():
     core = busy_core()
-    assert core.handle(Tick(), 100 * SECOND_NS) == []
+    (fail,) = core.handle(Tick(), 100 * SECOND_NS)
+    assert "F1.1 has not finished and nothing heard for 100" in fail.message
 
 
 def test_repeats_do_not_hide_a_stall():
