@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 _UNITS = {
     "": 1,
@@ -46,7 +47,9 @@ class ActivationBudget:
             return value
         found = _PATTERN.fullmatch(str(value).strip())
         number = float(found["number"]) if found else 0.0
-        if found is None or isinstance(value, bool) or not 0 < number < math.inf:
+        # 2.0 alone is rather a multiple that lacks its x than two bytes.
+        is_unclear = found is not None and not found["unit"] and "." in found["number"]
+        if found is None or is_unclear or isinstance(value, bool) or not 0 < number < math.inf:
             raise ValueError(
                 "an activation budget must be a multiple of what 1F1B holds such as '2.0x', or "
                 f"bytes above 0 such as 1000000 or '512MiB', got {value!r}."
@@ -72,4 +75,7 @@ class ActivationBudget:
         return int(self.multiple * one_f_one_b_bytes)
 
     def __str__(self) -> str:
-        return str(self.limit_bytes) if self.multiple is None else f"{self.multiple}x"
+        # Never in the exponent notation, which `parse` does not read.
+        if self.multiple is None:
+            return str(self.limit_bytes)
+        return f"{Decimal(str(self.multiple)):f}x"

@@ -25,6 +25,7 @@ from rrfp_jax.layout import layers_per_stage
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the words that jax makes a key of have 32 bits
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -36,7 +37,11 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _as_path(value: Any) -> Any:
-    return Path(value) if isinstance(value, str) else value
+    if value is None or isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be the path of a folder")
+    return Path(value)
 
 
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_as_tuple)]
@@ -251,7 +256,7 @@ class TrainConfig(Section):
     steps: Count = 300
     """Steps of the run."""
 
-    seed: Index = 0
+    seed: Seed = 0
     """Of parameters, dropout and the order of the data."""
 
     max_skipped: Index = 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node
 
 from rrfp_jax.config import RunConfig
+
+# Where each key was given, for messages: ("train", "steps") -> "run.yaml:3".
+Places = dict[tuple[str, ...], str]
+
+_short = reprlib.Repr()  # a value in a message takes a line at most
+_short.maxstring = _short.maxother = 80
 
 
 class ConfigError(ValueError):
@@ -28,16 +36,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
       ConfigError: There is no such file, it is no YAML, or values are not as they must
-        be. The message names each key, the value, what was expected and, for a key that
-        does not exist, the nearest one that does.
+        be. The message names each key, where it was given, the value, what was expected
+        and, for a key that does not exist, the nearest one that does.
     """
-    tree = _read(Path(path))
+    tree, places = _read(Path(path))
     for override in overrides:
-        _apply(tree, override)
+        _apply(tree, places, override)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = "\n".join(f"  {_problem(each)}" for each in error.errors())
+        problems = "\n".join(f"  {_problem(each, places)}" for each in error.errors())
         raise ConfigError(f"{path} cannot be used:\n{problems}") from None
 
 
@@ -51,7 +59,7 @@ def dump_config(config: RunConfig) -> str:
     return out.getvalue()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[dict[str, Any], Places]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -59,10 +67,26 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as a config: {reason}.") from None
     tree = _parse(text, str(path))
     if tree is None:
-        return {}
+        return {}, {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as `train:`, got {type(tree).__name__}.")
-    return tree
+    # A section whose keys are all commented out is an empty one.
+    sections = {name: {} if section is None else section for name, section in tree.items()}
+    return sections, _places(text, path.name)
+
+
+def _places(text: str, file_name: str) -> Places:
+    places: Places = {}
+    for section, inner in _entries(YAML(typ="safe", pure=True).compose(text)):
+        name = str(section.value)
+        places[name,] = f"{file_name}:{section.start_mark.line + 1}"
+        for key, _ in _entries(inner):
+            places[name, str(key.value)] = f"{file_name}:{key.start_mark.line + 1}"
+    return places
+
+
+def _entries(node: Node) -> list[tuple[Node, Node]]:
+    return node.value if isinstance(node, MappingNode) else []
 
 
 def _parse(text: str, where: str) -> Any:
@@ -72,41 +96,51 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark
-        line = f":{mark.line + 1}" if mark is not None else ""
+        # An override is one line, of which the number says nothing.
+        line = f":{mark.line + 1}" if mark is not None and "\n" in text else ""
         first = (error.problem or "no YAML").strip().splitlines()[0]
         raise ConfigError(f"{where}{line} is not valid: {first}.") from None
     except YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}.") from None
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply(tree: dict[str, Any], places: Places, override: str) -> None:
     key, equals, text = override.partition("=")
-    sections = key.split(".")
-    if not equals or not all(sections):
+    path = tuple(key.split("."))
+    if not equals or not all(path):
         raise ConfigError(
             f"an override must be section.key=value, such as train.steps=40, got {override!r}."
         )
     place = tree
-    for section in sections[:-1]:
+    for section in path[:-1]:
         inner = place.setdefault(section, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {section} is not a section.")
         place = inner
-    place[sections[-1]] = _parse(text, f"override {override!r}")
+    place[path[-1]] = _parse(text, f"override {override!r}")
+    for replaced in [each for each in places if each[: len(path)] == path]:
+        del places[replaced]
+    places[path] = "on the command line"
 
 
-def _problem(error: Mapping[str, Any]) -> str:
-    path = [str(part) for part in error["loc"]]
-    key = ".".join(path) or "config"
+def _problem(error: Mapping[str, Any], places: Places) -> str:
+    path = tuple(str(part) for part in error["loc"])
+    given = (places[path[:end]] for end in range(len(path), 0, -1) if path[:end] in places)
+    where = next((f" ({place})" for place in given), "")
+    subject = f"{'.'.join(path)}{where}: " if path else ""
     value = error.get("input")
+    got = _short.repr(value)
     if error["type"] == "extra_forbidden":
-        near = _nearest(path)
-        return f"{key}: there is no such key (value {value!r}){near}"
-    message = error["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if isinstance(value, Mapping | BaseModel):
-        return f"{key}: {message}" if path else message
-    return f"{key}: {message}, got {value!r}"
+        return f"{subject}there is no such key (value {got}){_nearest(path)}"
+    if error["type"] == "model_type":
+        example = next(key[-1] for key in _known_keys(RunConfig) if key[:-1] == path)
+        return f"{subject}must be a section, with keys such as `{example}:`, got {got}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
+    message = message[0].lower() + message[1:].removesuffix(".")
+    # What concerns several keys names their values itself.
+    if isinstance(value, Mapping | BaseModel) or message.endswith(f"got {value!r}"):
+        return f"{subject}{message}"
+    return f"{subject}{message}, got {got}"
 
 
 def _nearest(path: Sequence[str]) -> str:

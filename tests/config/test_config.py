@@ -51,7 +51,10 @@ def test_shipped_configs_load(root):
         ("model.num_kv_heads=3", ["num_heads=4", "num_kv_heads=3"]),
         ("data.buckets=[32,16]", ["buckets", "[32, 16]"]),
         ("optimizer.warmup_steps=999", ["optimizer.warmup_steps=999", "train.steps"]),
-        ("train=3", ["train", "3"]),
+        ("train=3", ["train", "must be a section", "`steps:`", "3"]),
+        ("train.seed=4294967296", ["train.seed", "less than 4294967296"]),
+        ("run.dir=3", ["run.dir", "path of a folder", "3"]),
+        ("schedule.activation_budget=2.0", ["schedule.activation_budget", "'2.0x'", "got 2.0"]),
     ],
 )
 def test_value_out_of_range_is_refused_with_key_value_and_expectation(tmp_path, override, words):
@@ -64,6 +67,32 @@ def test_every_problem_is_told_at_once(tmp_path):
     message = refusal(tmp_path, "train: {steps: 0, sed: 3}\nmesh: {stages: -2}\n")
     for word in ("train.steps", "train.sed", "did you mean train.seed?", "mesh.stages"):
         assert word in message
+
+
+def test_problems_say_where_the_key_was_given(tmp_path):
+    text = "train:\n  steps: 0\n  seed: -1\nmodel:\n  num_heads: 3\n"
+    message = refusal(tmp_path, text, "train.seed=-2", "data={rows_per_microbatch: 0}")
+    for place in (
+        "train.steps (run.yaml:2): ",
+        "train.seed (on the command line): ",
+        "model (run.yaml:4): d_model=128",
+        "data.rows_per_microbatch (on the command line): ",
+    ):
+        assert place in message
+
+
+def test_replaced_section_forgets_where_its_keys_stood(tmp_path):
+    message = refusal(tmp_path, "train: {steps: 1}\n", "train={steps: 0}")
+    assert "train.steps (on the command line): " in message
+
+
+def test_value_is_told_once_and_not_at_length(tmp_path):
+    assert refusal(tmp_path, "", "schedule.activation_budget=0").count("got 0") == 1
+    assert len(refusal(tmp_path, f"train: {{steps: {'1x' * 1000}}}\n")) < 300
+
+
+def test_section_without_keys_is_all_defaults(tmp_path):
+    assert load(tmp_path, "train:\n  # steps: 3\nmodel:\n", "model.d_model=64").train.steps == 300
 
 
 @pytest.mark.parametrize(
@@ -131,6 +160,7 @@ def test_config_cannot_be_changed(tmp_path):
     [
         ("2.0x", ActivationBudget(multiple=2.0)),
         ("1x", ActivationBudget(multiple=1.0)),
+        ("0.0000001x", ActivationBudget(multiple=1e-7)),
         ("512MiB", ActivationBudget(limit_bytes=512 * 2**20)),
         ("1.5 GB", ActivationBudget(limit_bytes=1_500_000_000)),
         (4096, ActivationBudget(limit_bytes=4096)),
@@ -142,7 +172,9 @@ def test_budgets_are_multiples_or_bytes(text, budget):
     assert budget.bytes_for(1000) == (budget.limit_bytes or int(budget.multiple * 1000))
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1x", "0x", "0", "2 furlongs", "1e9", True, "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1x", "0x", "0", "2.0", "2 furlongs", "1e9", True, "nan"]
+)
 def test_other_budgets_are_refused_with_examples(text):
     with pytest.raises(ValueError, match="'2.0x', or bytes"):
         ActivationBudget.parse(text)
