@@ -18,6 +18,7 @@ from rich.console import Console
 
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config_file import ConfigError, load_config
+from rrfp_jax.hints import load_hint
 
 EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -104,9 +105,17 @@ def _bench_dispatch(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> RunConfig:
-    """The config; then, before jax is imported, as many host devices as it needs."""
+    """The config, and before jax is imported as many host devices as it needs.
+
+    The hint is found here, though the config's own checks are done: a wrong name is to
+    cost no import of jax. A user's hint may import it, so the devices come first.
+    """
     config = load_config(arguments.config, arguments.overrides)
     _use_host_devices(config.mesh.stages)
+    try:
+        load_hint(config.schedule.hint)
+    except ValueError as error:
+        raise ConfigError(f"schedule.hint: {error}") from None
     return config
 
 

@@ -46,6 +46,7 @@ def config(root):
     [
         "num_microbatchs=4",
         "schedule.microbatches=0",
+        "schedule.hint=bwf",
         "optimizer.learning_rate=-1",
         "schedule.activation_budget=0",
         "optimizer.max_grad_norm=0",
