@@ -6,12 +6,14 @@
 #   PYTHON  interpreter to make it with   (default: python3)
 #   VENV    where                         (default: .venv in the project's root)
 #
-# Stale means that pyproject.toml or the interpreter has changed since. The stamp that
-# records both is written last, so an interrupted installation is started again.
+# Stale means that pyproject.toml, the interpreter or the place of either folder has changed
+# since. The stamp that records them is written last, so an interrupted installation is
+# started again.
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-$ROOT/.venv}
+[[ $VENV == /* ]] || VENV=$PWD/$VENV # the scripts change folders
 
 ensure_venv() {
   local wanted stamp=$VENV/.stamp
@@ -22,9 +24,14 @@ ensure_venv() {
   wanted=$(
     "$PYTHON" -c 'import sys; print(sys.version, sys.base_prefix)'
     cksum <"$ROOT/pyproject.toml"
+    echo "$ROOT $VENV" # both are written into the environment
   )
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     return 0
+  fi
+  if [ -n "$(ls -A "$VENV" 2>/dev/null)" ] && [ ! -f "$VENV/pyvenv.cfg" ]; then
+    echo "VENV must be a virtual environment or a folder to make, got $VENV; it holds other files." >&2
+    return 1
   fi
   echo "installing rrfp_jax and what it needs into $VENV (once; takes about a minute) ..." >&2
   rm -f "$stamp"
