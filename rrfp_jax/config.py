@@ -123,10 +123,13 @@ class ModelConfig(Section):
     """Blocks of each stage; by default as even as can be, the first stages taking more."""
 
     remat: Literal[
-        "dots_with_no_batch_dims_saveable", "nothing_saveable", "everything_saveable"
-    ] = "dots_with_no_batch_dims_saveable"
-    """What a forward keeps for its backward, as a jax.checkpoint policy; the rest is
-    computed again."""
+        "dots_and_weight_operands_saveable",
+        "dots_with_no_batch_dims_saveable",
+        "nothing_saveable",
+        "everything_saveable",
+    ] = "dots_and_weight_operands_saveable"
+    """What a forward keeps for its backward, as a jax.checkpoint policy, by default with the
+    operands of weight gradients beside it; the rest is computed again."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:

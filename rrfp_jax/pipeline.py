@@ -36,8 +36,8 @@ from rrfp_jax.stages.buckets import Buckets
 from rrfp_jax.stages.compile import Progress, StageKernels, compile_stages
 from rrfp_jax.stages.inputs import LossFn, place_fields, plan_loss
 from rrfp_jax.stages.plan import StagePlan
+from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY, REMAT_POLICIES
 from rrfp_jax.stages.separable import check_separable
-from rrfp_jax.stages.split import DEFAULT_REMAT_POLICY, REMAT_POLICIES
 from rrfp_jax.stages.state import Placement, init_stage
 from rrfp_jax.stages.update import Accumulators, Updater
 from rrfp_jax.step import EvalMetrics, Gradients, PipelineState, StepMetrics
@@ -78,7 +78,7 @@ class Pipeline:
       deterministic: Accumulate in microbatch order: bitwise the same parameters
         whatever the timing.
       max_grad_norm: Clip the whole gradient to this 2-norm; None for no clipping.
-      remat: Which values F saves: a key of `rrfp_jax.stages.split.REMAT_POLICIES`.
+      remat: Which values F saves: a key of `rrfp_jax.stages.remat.REMAT_POLICIES`.
       evaluation: Whether to compile what `eval_step` needs.
       stall_timeout_s: A stage that hears nothing for this long fails with a report.
       delays: Variability to inject.

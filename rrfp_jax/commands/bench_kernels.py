@@ -3,7 +3,8 @@
 One stage of four decoder blocks (width 256, a microbatch of 2 x 128) as F, B and W,
 against one jitted forward-and-backward of the same stage, taken in turns; then a
 pipeline of such stages under a small activation budget, for the bytes that stages
-really hold.
+really hold. The fused side saves everything, the split side what the default policy
+says; both are compared without and with adding to gradient accumulators.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from rrfp_jax.config import ModelConfig
 from rrfp_jax.models import gpt
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.stages.compile import compile_stages
+from rrfp_jax.stages.kernels import compile_on
 from rrfp_jax.stages.plan import StagePlan, plan_stages
-from rrfp_jax.stages.program import num_bytes
-from rrfp_jax.stages.split import DEFAULT_REMAT_POLICY, Space
+from rrfp_jax.stages.program import num_bytes, shape_of
+from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY
+from rrfp_jax.stages.split import Space
 from rrfp_jax.task import Kind
 
 RATIO_LIMIT = 1.15
-ROWS, LENGTH, BLOCKS, ROUNDS = 2, 128, 4, 25
+ROWS, LENGTH, BLOCKS = 2, 128, 4
+ROUNDS, WARM_UP = 25, 2
 LAYERS_PER_STAGE = (BLOCKS, BLOCKS, BLOCKS)
 BUDGET_MULTIPLE, MICROBATCHES = "1.0x", 8
 
@@ -55,25 +59,21 @@ BATCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFigures:
-    """Medians over rounds in which all were run once, in ms, and bytes.
+    """Medians over rounds in which everything was run once, in turn.
 
     Attributes:
-      fused_ms: One jitted forward-and-backward.
-      forward_ms: F.
-      input_gradient_ms: B.
-      weight_gradient_ms: W, which also adds to the accumulators.
-      ratio: Median over rounds of (F + B + W) / fused.
+      medians_ms: Of each call.
+      ratio: (F + B + W) / fused, none of which adds to accumulators.
+      accumulating_ratio: The same as a step runs it: both sides add to accumulators.
       saved_bytes: Kept by F for B and W, beside the arrival.
       carried_bytes: Kept by B for W.
       held_bytes: What the stage charges its budget for one microbatch.
       saved_parameters: How many saved or carried values have a parameter's shape.
     """
 
-    fused_ms: float
-    forward_ms: float
-    input_gradient_ms: float
-    weight_gradient_ms: float
+    medians_ms: dict[str, float]
     ratio: float
+    accumulating_ratio: float
     saved_bytes: int
     carried_bytes: int
     held_bytes: int
@@ -110,76 +110,116 @@ def run(console: Console) -> Verdict:
 
 def measure_kernels(rounds: int = ROUNDS) -> KernelFigures:
     """Times the middle stage's kernels against the fused gradient of the same stage."""
-    plan = _plans()[1]
-    device = jax.local_devices()[0]
-    placement = jax.sharding.SingleDeviceSharding(device)
-    (kernels,) = compile_stages([plan], [placement], optax.sgd(1e-3), num_threads=2)
-    piece = plan.train[0]
-    random = np.random.default_rng(0)
+    stage = _Stage()
+    calls: dict[str, Callable[[], None]] = {
+        "fused": stage.fused,
+        "F": functools.partial(stage.task, Kind.F),
+        "B": functools.partial(stage.task, Kind.B),
+        "W": stage.weight_gradients,
+        "fused, accumulating": stage.fused_accumulating,
+        "W, accumulating": functools.partial(stage.task, Kind.W),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + WARM_UP):
+        for name, call in calls.items():
+            times[name].append(_milliseconds(call))
+    kept = {name: values[WARM_UP:] for name, values in times.items()}
 
-    def draw(shape: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
-        values = scale * random.normal(size=shape.shape)
-        return jnp.asarray(values, shape.dtype, device=device)
+    def ratio(weights: str, fused: str) -> float:
+        rows = zip(kept["F"], kept["B"], kept[weights], kept[fused], strict=True)
+        return statistics.median((f + b + w) / whole for f, b, w, whole in rows)
 
-    params = [draw(aval, 0.05) for aval in plan.avals]
-    arrival = draw(piece.cut.arrivals[0].aval, 1.0)
-    cotangent = draw(piece.cut.departures[0].aval, 1.0)
-    prepared = kernels.prepare(*params)
-
-    def fused(params: Sequence[jax.Array], x: jax.Array, ct: jax.Array) -> Any:
-        outputs, pull = jax.vjp(lambda p, x: piece.cut.program(*p, x)[0], params, x)
-        return outputs, pull(ct)
-
-    fused_call = jax.jit(fused).lower(params, arrival, cotangent).compile()
-    spaces: dict[Space, Sequence[Any]] = {}
-    accumulators = list(kernels.zeros())
-
-    def task(kind: Kind) -> None:
-        nonlocal accumulators
-        kernel = kernels.tasks[kind, 0]
-        operands = [spaces[slot.space][slot.index] for slot in kernel.operands]
-        if kind is Kind.W:
-            *accumulators, done = kernel.execute(*accumulators, *operands)
-            jax.block_until_ready((accumulators, done))
-            return
-        results = jax.block_until_ready(kernel.execute(*operands))
-        kept = results[kernel.num_passed :]
-        if kind is Kind.F:
-            spaces[Space.DEPARTURE], spaces[Space.SAVED] = results[: kernel.num_passed], kept
-        else:
-            spaces[Space.CARRIED] = kept
-
-    names = ["fused", *(kind.value for kind in Kind)]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds + 2):  # the first two warm up
-        spaces = {
-            Space.PARAMETER: params,
-            Space.PREPARED: prepared,
-            Space.ARRIVAL: [arrival],
-            Space.COTANGENT: [cotangent],
-        }
-        times["fused"].append(
-            _milliseconds(lambda: jax.block_until_ready(fused_call(params, arrival, cotangent)))
-        )
-        for kind in Kind:
-            times[kind.value].append(_milliseconds(functools.partial(task, kind)))
-    kept = {name: values[2:] for name, values in times.items()}
-    ratios = [
-        (f + b + w) / whole for whole, f, b, w in zip(*(kept[name] for name in names), strict=True)
-    ]
-    split = piece.split
-    shapes = {aval.shape for aval in plan.avals if len(aval.shape) > 1}
+    split = stage.piece.split
+    shapes = {aval.shape for aval in stage.plan.avals if len(aval.shape) > 1}
     return KernelFigures(
-        fused_ms=statistics.median(kept["fused"]),
-        forward_ms=statistics.median(kept["F"]),
-        input_gradient_ms=statistics.median(kept["B"]),
-        weight_gradient_ms=statistics.median(kept["W"]),
-        ratio=statistics.median(ratios),
+        medians_ms={name: statistics.median(values) for name, values in kept.items()},
+        ratio=ratio("W", "fused"),
+        accumulating_ratio=ratio("W, accumulating", "fused, accumulating"),
         saved_bytes=sum(map(num_bytes, split.saved)),
         carried_bytes=sum(map(num_bytes, split.carried)),
         held_bytes=split.held_bytes,
         saved_parameters=sum(v.shape in shapes for v in (*split.saved, *split.carried)),
     )
+
+
+class _Stage:
+    """The middle stage, compiled both ways, with operands to run it on."""
+
+    def __init__(self) -> None:
+        self.plan = _plans()[1]
+        self.piece = self.plan.train[0]
+        device = jax.local_devices()[0]
+        placement = jax.sharding.SingleDeviceSharding(device)
+        (self._kernels,) = compile_stages([self.plan], [placement], optax.sgd(1e-3), num_threads=2)
+        # W as a step runs it adds to accumulators; this one gives the gradients alone.
+        task = self.piece.split.tasks[Kind.W]
+        inputs = [shape_of(var) for var in task.program.inputs]
+        self._weight_gradients = compile_on(placement, task.program, inputs)
+        random = np.random.default_rng(0)
+
+        def draw(shape: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
+            values = scale * random.normal(size=shape.shape)
+            return jnp.asarray(values, shape.dtype, device=device)
+
+        self._params = [draw(aval, 0.05) for aval in self.plan.avals]
+        self._arrival = draw(self.piece.cut.arrivals[0].aval, 1.0)
+        self._cotangent = draw(self.piece.cut.departures[0].aval, 1.0)
+        self._spaces: dict[Space, Sequence[Any]] = {
+            Space.PARAMETER: self._params,
+            Space.PREPARED: self._kernels.prepare(*self._params),
+            Space.ARRIVAL: [self._arrival],
+            Space.COTANGENT: [self._cotangent],
+        }
+        self._totals, self._fused_totals = (list(self._kernels.zeros()) for _ in range(2))
+        self._fused = jax.jit(self._gradient).lower(*self._operands).compile()
+        self._fused_accumulating = (
+            jax.jit(self._accumulated_gradient, donate_argnums=0)
+            .lower(self._fused_totals, *self._operands)
+            .compile()
+        )
+
+    @property
+    def _operands(self) -> tuple[Any, ...]:
+        return self._params, self._arrival, self._cotangent
+
+    def _gradient(self, params: Any, x: jax.Array, cotangent: jax.Array) -> Any:
+        output, pull = jax.vjp(lambda p, x: self.piece.cut.program(*p, x)[0], params, x)
+        return *pull(cotangent), output
+
+    def _accumulated_gradient(self, totals: Any, *operands: Any) -> Any:
+        gradients, *rest = self._gradient(*operands)
+        return [a + b for a, b in zip(totals, gradients, strict=True)], rest
+
+    def fused(self) -> None:
+        """One forward-and-backward."""
+        jax.block_until_ready(self._fused(*self._operands))
+
+    def fused_accumulating(self) -> None:
+        """The same, adding to accumulators."""
+        self._fused_totals, rest = self._fused_accumulating(self._fused_totals, *self._operands)
+        jax.block_until_ready((self._fused_totals, rest))
+
+    def weight_gradients(self) -> None:
+        """W without accumulators."""
+        slots = self._kernels.tasks[Kind.W, 0].operands
+        operands = [self._spaces[slot.space][slot.index] for slot in slots]
+        jax.block_until_ready(self._weight_gradients(*operands))
+
+    def task(self, kind: Kind) -> None:
+        """F, B or W as a step runs it; what one keeps, the next one reads."""
+        kernel = self._kernels.tasks[kind, 0]
+        operands = [self._spaces[slot.space][slot.index] for slot in kernel.operands]
+        if kind is Kind.W:
+            *self._totals, done = kernel.execute(*self._totals, *operands)
+            jax.block_until_ready((self._totals, done))
+            return
+        results = jax.block_until_ready(kernel.execute(*operands))
+        kept = results[kernel.num_passed :]
+        if kind is Kind.F:
+            self._spaces[Space.DEPARTURE] = results[: kernel.num_passed]
+            self._spaces[Space.SAVED] = kept
+        else:
+            self._spaces[Space.CARRIED] = kept
 
 
 def measure_memory() -> tuple[MemoryFigures, ...]:
@@ -241,15 +281,15 @@ def _milliseconds(call: Callable[[], Any]) -> float:
 
 def _print(console: Console, figures: KernelFigures, memory: Sequence[MemoryFigures]) -> None:
     kernels = Table(title=f"{BLOCKS} blocks, width {MODEL.d_model}, {ROWS} x {LENGTH}, median ms")
-    for column in ("fused", "F", "B", "W", "F + B + W over fused"):
+    for column in ("", "fused", "F", "B", "W", "F + B + W over fused"):
         kernels.add_column(column, justify="right")
-    kernels.add_row(
-        f"{figures.fused_ms:.2f}",
-        f"{figures.forward_ms:.2f}",
-        f"{figures.input_gradient_ms:.2f}",
-        f"{figures.weight_gradient_ms:.2f}",
-        f"{figures.ratio:.3f}",
-    )
+    for title, suffix, ratio in (
+        ("gradients alone", "", figures.ratio),
+        ("added to accumulators", ", accumulating", figures.accumulating_ratio),
+    ):
+        names = (f"fused{suffix}", "F", "B", f"W{suffix}")
+        medians = (f"{figures.medians_ms[name]:.2f}" for name in names)
+        kernels.add_row(title, *medians, f"{ratio:.3f}")
     console.print(kernels)
     console.print(
         f"kept for one microbatch: {_mb(figures.saved_bytes)} by F, {_mb(figures.carried_bytes)} "

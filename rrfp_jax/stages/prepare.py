@@ -11,14 +11,12 @@ activation) stays where it is: it is cheap to compute and dear to keep.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
-from rrfp_jax.stages.program import Program, needed, num_bytes, operands, reads
+from rrfp_jax.stages.program import Program, expression_key, needed, num_bytes, operands, reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ def hoist(program: Program, parameters: Sequence[Var]) -> tuple[Preparation, tup
         if read and fits and all(var in keys for var in read):
             hoisted.append(equation)
             for position, var in enumerate(equation.outvars):
-                keys[var] = _key(equation, position, keys)
+                keys[var] = expression_key(equation, position, keys)
         else:
             rest.append(equation)
     made = {var for equation in hoisted for var in equation.outvars}
@@ -66,12 +64,3 @@ def hoist(program: Program, parameters: Sequence[Var]) -> tuple[Preparation, tup
         keys=tuple(keys[var] for var in wanted),
     )
     return preparation, tuple(rest)
-
-
-def _key(equation: JaxprEqn, position: int, keys: dict[Var, str]) -> str:
-    def text(atom: Any) -> str:
-        return f"{atom.val!r}:{atom.aval}" if isinstance(atom, Literal) else keys[atom]
-
-    parameters = sorted((name, str(value)) for name, value in equation.params.items())
-    written = f"{equation.primitive} {parameters} {[text(a) for a in equation.invars]} {position}"
-    return hashlib.sha256(written.encode()).hexdigest()

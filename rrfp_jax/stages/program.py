@@ -12,6 +12,7 @@ transformation (jit, vjp, another trace) applies to it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,23 @@ def reaches(
         elif any(var in reached for var in operands(equation)):
             reached.update(equation.outvars)
     return reached
+
+
+def expression_key(equation: JaxprEqn, position: int, keys: Mapping[Var, str]) -> str:
+    """A digest of the expression that one result of an equation is; equal keys, equal values.
+
+    Args:
+      equation: What computes it.
+      position: Which of the equation's results.
+      keys: Of everything that the equation reads.
+    """
+
+    def text(atom: Atom) -> str:
+        return f"{atom.val!r}:{atom.aval}" if isinstance(atom, Literal) else keys[atom]
+
+    parameters = sorted((name, str(value)) for name, value in equation.params.items())
+    written = f"{equation.primitive} {parameters} {[text(a) for a in equation.invars]} {position}"
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def num_bytes(shaped: Any) -> int:

@@ -25,8 +25,8 @@ Parallelism", ICLR 2024).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -47,15 +47,9 @@ from rrfp_jax.stages.program import (
     trace,
     variables,
 )
+from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY, REMAT_POLICIES
+from rrfp_jax.stages.reuse import reused
 from rrfp_jax.task import Kind
-
-# Names of `jax.checkpoint` policies that need no arguments; None keeps everything.
-REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
-    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
-    "everything_saveable": None,
-}
-DEFAULT_REMAT_POLICY = "dots_with_no_batch_dims_saveable"
 
 
 class Space(enum.Enum):
@@ -164,7 +158,6 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
         return split_forward(cut)
 
     program = _joint(cut, trained, differentiated, returned, remat, is_last=is_last)
-    known = _Known(cut, program)
     num_outputs = len(cut.program.outputs)
     outputs = program.outputs[:num_outputs]
     weight_grads = program.outputs[num_outputs : num_outputs + len(trained)]
@@ -172,11 +165,20 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
 
     # Slices may take a value over from an earlier task only if it depends on the
     # microbatch; everything else is cheaper to prepare or to compute again.
-    forward = needed(known.equations, outputs)
-    of_forward = known.of_microbatch(forward)
-    backward = needed(known.equations, input_grads, given=of_forward)
-    of_backward = known.of_microbatch(backward)
-    weights = needed(known.equations, weight_grads, given=of_forward | of_backward)
+    def slices(known: _Known) -> list[tuple[JaxprEqn, ...]]:
+        forward = needed(known.equations, outputs)
+        of_forward = known.of_microbatch(forward)
+        backward = needed(known.equations, input_grads, given=of_forward)
+        earlier = of_forward | known.of_microbatch(backward)
+        return [forward, backward, needed(known.equations, weight_grads, given=earlier)]
+
+    known = _Known(cut, program)
+    forward, backward, weights = slices(known)
+    if REMAT_POLICIES[remat].keeps_weight_operands:
+        program = replace(program, equations=reused(program, forward, weights))
+        known = _Known(cut, program)
+        forward, backward, weights = slices(known)
+    of_forward, of_backward = map(known.of_microbatch, (forward, backward))
 
     later = reads([*backward, *weights], [*input_grads, *weight_grads])
     departing = {var: i for i, var in enumerate(outputs) if isinstance(var, Var)}
@@ -219,7 +221,7 @@ def _joint(
     """
     first_arrival = len(cut.parameters) + len(cut.fields)
     moving = [*trained, *(first_arrival + i for i in differentiated)]
-    policy = REMAT_POLICIES[remat]
+    policy = REMAT_POLICIES[remat].saveable
 
     def joint(inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         def forward(*values: Any) -> tuple[list[Any], list[Any]]:

@@ -11,7 +11,8 @@ from support.toys import Toy, microbatch
 from rrfp_jax import Kind, stage_boundary
 from rrfp_jax.stages.cut import cut
 from rrfp_jax.stages.program import num_bytes
-from rrfp_jax.stages.split import REMAT_POLICIES, Space, split, split_forward
+from rrfp_jax.stages.remat import REMAT_POLICIES
+from rrfp_jax.stages.split import Space, split, split_forward
 
 F32 = jnp.float32
 
@@ -159,6 +160,27 @@ def test_cast_and_transpose_of_a_parameter_are_prepared_once():
 def test_broadcast_of_a_parameter_is_not_prepared():
     piece = split(_middle_stage(lambda w, x: jnp.sin(x) * jnp.broadcast_to(w, (3, 6)))(_shape(6)))
     assert all(num_bytes(v.aval) <= 24 for v in piece.preparation.variables)
+
+
+def test_default_policy_keeps_what_weight_gradients_read_instead_of_handing_it_on():
+    def body(w, x):
+        return jax.nn.silu(jnp.tanh(x) @ w["a"]) @ w["b"]
+
+    stage = _middle_stage(body)({"a": _shape(6, 9), "b": _shape(9, 6)})
+    plain, default = (
+        split(stage, policy)
+        for policy in ("dots_with_no_batch_dims_saveable", "dots_and_weight_operands_saveable")
+    )
+    # tanh(x) and silu(x a): kept by F instead of computed again by B and carried to W.
+    shapes = {(3, 6), (3, 9)}
+    assert shapes <= {value.shape for value in default.saved}
+    assert sum(map(num_bytes, default.carried)) == sum(map(num_bytes, plain.carried)) - 3 * 15 * 4
+    assert default.held_bytes <= plain.held_bytes
+    counts = [
+        sum(str(e.primitive) == "tanh" for t in p.tasks.values() for e in t.program.equations)
+        for p in (plain, default)
+    ]
+    assert counts[1] < counts[0]
 
 
 def test_policy_that_saves_nothing_keeps_less_after_f():
