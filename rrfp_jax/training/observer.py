@@ -38,7 +38,7 @@ class StepRecord:
         fields: dict[str, Any] = {
             "step": metrics.step,
             "loss": metrics.loss,
-            "tokens": metrics.weight,
+            "tokens": int(metrics.weight) if metrics.weight.is_integer() else metrics.weight,
             "tokens_per_s": self.tokens_per_s,
             "step_time_s": metrics.step_time_s,
             "busy_fraction": metrics.busy_fraction,
