@@ -122,6 +122,7 @@ class Pipeline:
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self._delays = delays or no_delays()
+        self._stall_timeout_s = stall_timeout_s
         self._buckets = Buckets(buckets)
         self._plans = plan_loss(loss_fn, init_fn, self._buckets, remat, evaluation=evaluation)
         self._placements = place_stages(mesh, len(self._plans))
@@ -343,7 +344,13 @@ class Pipeline:
                 cores, self._kernels, state.stages, accumulators, fields, strict=True
             )
         ]
-        run_step(jobs, self._transport, self._delays, step=state.step)
+        run_step(
+            jobs,
+            self._transport,
+            self._delays,
+            step=state.step,
+            stall_timeout_s=self._stall_timeout_s,
+        )
         sums = np.asarray(jax.device_get(jobs[-1].execution.losses), np.float64)
         loss_sum, weight = (math.fsum(column) for column in sums.T)
         return _Result(

@@ -9,6 +9,10 @@ tick that lets the core notice a stall.
 
 All threads live for one step. A step that fails leaves nothing behind: the first
 failure stops every thread, and the error carries the report of every stage.
+
+No wait is without a limit. A core fails a stage that hears nothing; the caller of
+`run_step` watches the dispatchers themselves, because one that is held inside a launch
+(a kernel with a host callback runs there) cannot tick.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ from rrfp_jax.task import Payload, Task
 
 # How often an idle dispatcher lets its core look at the clock.
 _TICK_S = 0.5
-# How long a stopped thread may still be inside a kernel or a copy.
-_JOIN_TIMEOUT_S = 10.0
+# How long all stopped threads together may still be inside a kernel or a copy.
+_JOIN_TIMEOUT_S = 5.0
 
 
 class StepFailedError(RuntimeError):
@@ -61,10 +65,18 @@ class _Stop:
 
 
 _STOP = _Stop()
-_Item: TypeAlias = "Event | Bundle | Exception | _Stop"
+_Item: TypeAlias = "Event | Bundle | BaseException | _Stop"
+_Outcome: TypeAlias = "tuple[int, BaseException | None]"
 
 
-def run_step(jobs: Sequence[StageJob], transport: Transport, delays: Delays, *, step: int) -> None:
+def run_step(
+    jobs: Sequence[StageJob],
+    transport: Transport,
+    delays: Delays,
+    *,
+    step: int,
+    stall_timeout_s: float,
+) -> None:
     """Runs every task of a step on every stage of this process.
 
     Args:
@@ -72,12 +84,13 @@ def run_step(jobs: Sequence[StageJob], transport: Transport, delays: Delays, *, 
       transport: Closed; opened for this step.
       delays: What variability to inject.
       step: For messages and delays.
+      stall_timeout_s: How long a launch may take.
 
     Raises:
       StepFailedError: A kernel or transfer failed, or a stage stalled. The jobs' arrays
         are not to be used again.
     """
-    outcomes: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
     threads = [_StageThreads(job, transport, delays, step, outcomes) for job in jobs]
 
     def deliver(bundle: Bundle) -> None:
@@ -93,24 +106,45 @@ def run_step(jobs: Sequence[StageJob], transport: Transport, delays: Delays, *, 
         # From the last stage: a stage has started before anything can reach it.
         for stage in reversed(threads):
             stage.start()
-        for _ in threads:
-            stage_index, error = outcomes.get()
+        num_running, failure = len(threads), None
+        while num_running and failure is None:
+            stage_index, error = _outcome(outcomes, threads, stall_timeout_s)
+            num_running -= 1
             if error is not None:
-                raise _failure(step, stage_index, error, threads) from error
+                failure = stage_index, error
     finally:
-        transport.close()
         for stage in threads:
             stage.stop()
+        transport.close()
+        deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+        for stage in threads:
+            stage.join(deadline_s)
+    if failure is not None:
+        stage_index, error = failure
+        now_ns = time.monotonic_ns()
+        reports = "\n".join(stage.describe(now_ns) for stage in threads)
+        raise StepFailedError(
+            f"step {step} failed at stage {stage_index}: {error}\n{reports}"
+        ) from error
 
 
-def _failure(
-    step: int, stage_index: int, error: Exception, threads: Sequence[_StageThreads]
-) -> StepFailedError:
-    for stage in threads:
-        stage.stop()
-    now_ns = time.monotonic_ns()
-    reports = "\n".join(stage.describe(now_ns) for stage in threads)
-    return StepFailedError(f"step {step} failed at stage {stage_index}: {error}\n{reports}")
+def _outcome(
+    outcomes: queue.SimpleQueue[_Outcome],
+    threads: Sequence[_StageThreads],
+    stall_timeout_s: float,
+) -> _Outcome:
+    """The next stage that is done or has failed, or one that is held inside a launch."""
+    while True:
+        try:
+            return outcomes.get(timeout=_TICK_S)
+        except queue.Empty:
+            for index, stage in enumerate(threads):
+                task, held_s = stage.launching
+                if task is not None and held_s >= stall_timeout_s:
+                    return index, RuntimeError(
+                        f"stage {index} stalled: the launch of {task} has not returned for "
+                        f"{held_s:.3f} s; it waits for a host callback or for the device."
+                    )
 
 
 class _StageThreads:
@@ -122,7 +156,7 @@ class _StageThreads:
         transport: Transport,
         delays: Delays,
         step: int,
-        outcomes: queue.SimpleQueue[tuple[int, Exception | None]],
+        outcomes: queue.SimpleQueue[_Outcome],
     ) -> None:
         self._core = job.core
         self._execution = job.execution
@@ -133,6 +167,7 @@ class _StageThreads:
         self._outcomes = outcomes
         self._events: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[Task, jax.Array] | _Stop] = queue.SimpleQueue()
+        self._launching: tuple[Task, int] | None = None
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"rrfp-{name}-{self._stage}", daemon=True)
@@ -149,14 +184,26 @@ class _StageThreads:
         """Queues an event for the dispatcher, from any thread."""
         self._events.put(item)
 
+    @property
+    def launching(self) -> tuple[Task | None, float]:
+        """The task whose launch is under way, and for how many seconds it has been."""
+        launching = self._launching
+        if launching is None:
+            return None, 0.0
+        task, since_ns = launching
+        return task, (time.monotonic_ns() - since_ns) / 1e9
+
     def stop(self) -> None:
-        """Ends both threads, whatever they wait for."""
+        """Tells both threads to end, whatever they wait for."""
         self._stopped.set()
         self._events.put(_STOP)
         self._launched.put(_STOP)
+
+    def join(self, deadline_s: float) -> None:
+        """Waits for both threads to end, until a time on the monotonic clock."""
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(_JOIN_TIMEOUT_S)
+                thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def describe(self, now_ns: int) -> str:
         """The core's report; only once the threads have ended."""
@@ -171,12 +218,12 @@ class _StageThreads:
                     item = Tick()
                 if isinstance(item, _Stop):
                     return
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 if self._handle(item):
                     self._outcomes.put((self._stage, None))
                     return
-        except Exception as error:  # every failure of a stage ends the step
+        except BaseException as error:  # every failure ends the step, SystemExit of a hint too
             self._outcomes.put((self._stage, error))
 
     def _handle(self, item: Event | Bundle) -> bool:
@@ -190,7 +237,7 @@ class _StageThreads:
         for instruction in self._core.handle(event, time.monotonic_ns()):
             match instruction:
                 case Launch(task=task):
-                    self._launched.put((task, self._execution.launch(task)))
+                    self._launch(task)
                 case Send(payload=payload, microbatch=microbatch):
                     self._transport.send(self._bundle(payload, microbatch))
                 case Release(microbatch=microbatch):
@@ -200,6 +247,11 @@ class _StageThreads:
                 case Finish():
                     done = True
         return done
+
+    def _launch(self, task: Task) -> None:
+        self._launching = task, time.monotonic_ns()
+        self._launched.put((task, self._execution.launch(task)))
+        self._launching = None
 
     def _bundle(self, payload: Payload, microbatch: int) -> Bundle:
         forward = payload is Payload.ACTIVATION
@@ -212,6 +264,12 @@ class _StageThreads:
         )
 
     def _wait(self) -> None:
+        try:
+            self._report_completions()
+        except BaseException as error:  # a waiter that is gone would look like a stall
+            self.post(error)
+
+    def _report_completions(self) -> None:
         # The stage is emulated as one device: a late completion makes all later ones late.
         free_ns = 0
         while not isinstance(launched := self._launched.get(), _Stop):
@@ -219,8 +277,7 @@ class _StageThreads:
             try:
                 jax.block_until_ready(result)
             except Exception as error:
-                self.post(RuntimeError(f"{task} failed: {type(error).__name__}: {error}"))
-                return
+                raise RuntimeError(f"{task} failed: {type(error).__name__}: {error}") from error
             if delay_ns := self._delays.compute_ns(self._step, task):
                 free_ns = max(free_ns, time.monotonic_ns()) + delay_ns
                 if self._stopped.wait(max(0, free_ns - time.monotonic_ns()) / 1e9):

@@ -17,7 +17,7 @@ from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.transport import Deliver, Fail, Transport
 
 # How long `close` waits for a copy that is under way.
-_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 3.0
 
 
 @final
@@ -44,7 +44,8 @@ class InprocessTransport(Transport):
 
     def open(self, step: int, deliver: Deliver, fail: Fail) -> None:
         """Starts the thread of a step."""
-        assert not self._open, "the transport is open already"
+        if self._open:
+            raise RuntimeError("a step is under way on this pipeline; run steps one after another.")
         self._open, self._step = True, step
         self._thread = threading.Thread(
             target=self._carry, args=(deliver, fail), name="rrfp-transport", daemon=True
