@@ -174,7 +174,8 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
 
     known = _Known(cut, program)
     forward, backward, weights = slices(known)
-    if REMAT_POLICIES[remat].keeps_weight_operands:
+    # Without a B nothing would be handed on: W alone computes again what it needs.
+    if differentiated and REMAT_POLICIES[remat].keeps_weight_operands:
         program = replace(program, equations=reused(program, forward, weights))
         known = _Known(cut, program)
         forward, backward, weights = slices(known)

@@ -183,6 +183,20 @@ def test_default_policy_keeps_what_weight_gradients_read_instead_of_handing_it_o
     assert counts[1] < counts[0]
 
 
+def test_first_stage_keeps_no_weight_operands_because_no_b_would_hand_them_on():
+    def loss(p, b):
+        x = jnp.tanh(jax.nn.silu(b["x"] @ p["a"]) @ p["b"])
+        return jnp.sum(stage_boundary(x) * p["last"]), jnp.float32(1)
+
+    params = {"a": _shape(6, 9), "b": _shape(9, 6), "last": _shape()}
+    stage = cut(loss, params, {"x": _shape(3, 6)})[0]
+    plain, default = (
+        split(stage, policy).saved
+        for policy in ("dots_with_no_batch_dims_saveable", "dots_and_weight_operands_saveable")
+    )
+    assert default == plain
+
+
 def test_policy_that_saves_nothing_keeps_less_after_f():
     stage = _middle_stage(lambda w, x: jax.nn.silu(jax.nn.silu(x @ w) @ w) @ w)(_shape(6, 6))
     saved = {p: sum(map(num_bytes, split(stage, p).saved)) for p in REMAT_POLICIES}
