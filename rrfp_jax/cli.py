@@ -2,7 +2,10 @@
 
 Parsing and configs come first and need no jax; a command's module is imported when the
 command is known to be a good one. Exit codes: 0 done, 1 failed or beyond a stated
-limit, 2 a bad config or command line, 130 interrupted.
+limit, 2 a bad config or command line, 130 interrupted, 143 terminated.
+
+Errors that the package raises on purpose are told in their own words; all others keep
+their traceback.
 """
 
 from __future__ import annotations
@@ -10,17 +13,21 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config_file import ConfigError, load_config
-from rrfp_jax.hints import load_hint
+from rrfp_jax.hints import Hint, load_hint
 
-EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 _EPILOG = """
@@ -38,25 +45,76 @@ _OVERRIDES_HELP = "overrides, such as train.steps=40 (values are YAML)"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code."""
     arguments = _parser().parse_args(argv)
-    errors = Console(stderr=True)
+    signal.signal(signal.SIGTERM, _terminate)
+    code = _run(arguments)
+    if any(thread.name.startswith("rrfp-") for thread in threading.enumerate()):
+        # Still inside a kernel, where no thread can be ended: the interpreter would wait for
+        # it, or abort. Everything is closed by now.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does: files are closed, threads are joined."""
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise _TerminatedError
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     try:
-        return int(arguments.command(arguments))
+        code = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
-        errors.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+        errors.print(str(error), style="red")
         return EXIT_BAD_CONFIG
+    except _TerminatedError:
+        errors.print("terminated", style="yellow")
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         errors.print("interrupted", style="yellow")
         return EXIT_INTERRUPTED
-    except (ValueError, RuntimeError, OSError) as error:
-        errors.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+    except BrokenPipeError:
+        # Who read has gone. Nothing is left to say, and flushing at exit must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except (ValueError, RuntimeError, OSError) as error:
+        if not isinstance(error, OSError) and not _is_ours(error):
+            raise
+        errors.print(str(error), style="red")
+        if error.__cause__ is not None and not _is_ours(cause := _root_cause(error)):
+            where = _innermost(cause)
+            errors.print(f"raised at {where.filename}:{where.lineno}, in {where.name}")
+        return EXIT_FAILED
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    return _root_cause(error.__cause__) if error.__cause__ is not None else error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the package raised it itself."""
+    return Path(_innermost(error).filename).is_relative_to(Path(__file__).parent)
+
+
+def _innermost(error: BaseException) -> traceback.FrameSummary:
+    return traceback.extract_tb(error.__traceback__)[-1]
+
+
+def _console(*, quiet: bool = False) -> Console:
+    """Lines are wrapped for people; a file or a program gets them whole."""
+    return Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def _train(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     from rrfp_jax.commands import train
 
-    train.run(config, Console(), name=Path(arguments.config).stem)
+    train.run(config, _console(), name=Path(arguments.config).stem)
     return 0
 
 
@@ -64,7 +122,7 @@ def _check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     from rrfp_jax.commands import check
 
-    console = Console(quiet=arguments.json)
+    console = _console(quiet=arguments.json)
     verdict = check.run(config, console, tolerance=arguments.tolerance)
     return verdict.conclude(console, as_json=arguments.json)
 
@@ -80,8 +138,8 @@ def _hints(arguments: argparse.Namespace) -> int:
     from rrfp_jax.commands import hints
 
     hints.run(
-        Console(),
-        name=arguments.name,
+        _console(),
+        hint=_find_hint(arguments.name) if arguments.name else None,
         num_stages=arguments.stages,
         num_microbatches=arguments.microbatches,
     )
@@ -92,7 +150,7 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
     _use_host_devices(3)
     from rrfp_jax.commands import bench_kernels
 
-    console = Console(quiet=arguments.json)
+    console = _console(quiet=arguments.json)
     return bench_kernels.run(console).conclude(console, as_json=arguments.json)
 
 
@@ -100,7 +158,7 @@ def _bench_dispatch(arguments: argparse.Namespace) -> int:
     _use_host_devices(2)
     from rrfp_jax.commands import bench_dispatch
 
-    console = Console(quiet=arguments.json)
+    console = _console(quiet=arguments.json)
     return bench_dispatch.run(console).conclude(console, as_json=arguments.json)
 
 
@@ -112,11 +170,18 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
     """
     config = load_config(arguments.config, arguments.overrides)
     _use_host_devices(config.mesh.stages)
-    try:
-        load_hint(config.schedule.hint)
-    except ValueError as error:
-        raise ConfigError(f"schedule.hint: {error}") from None
+    _find_hint(config.schedule.hint, of="schedule.hint: ")
     return config
+
+
+def _find_hint(name: str, *, of: str = "") -> Hint:
+    """A hint; a user's own may lie in the folder where the command is started."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that nothing there hides what is installed
+    try:
+        return load_hint(name)
+    except ValueError as error:
+        raise ConfigError(f"{of}{error}") from error
 
 
 def _use_host_devices(count: int) -> None:

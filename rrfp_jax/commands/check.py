@@ -139,9 +139,9 @@ def _print(console: Console, comparison: Comparison) -> None:
         table.add_row(row.parameter, f"{row.norm:.4e}", f"{row.relative:.2e}")
     if len(comparison.differences) > SHOWN:
         table.add_row(f"and {len(comparison.differences) - SHOWN} more", "", "smaller")
-    console.print(table)
+    console.print(table, soft_wrap=False)
     for name, (got, want) in (
         ("loss", comparison.loss),
         ("gradient norm", comparison.grad_norm),
     ):
-        console.print(f"{name}: pipeline {got:.8f}, uncut {want:.8f}", highlight=False)
+        console.print(f"{name}: pipeline {got:.8f}, uncut {want:.8f}")

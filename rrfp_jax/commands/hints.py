@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import inspect
 
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.table import Table
 from rich.text import Text
 
-from rrfp_jax.hints import SHIPPED, Hint, OrderHint, load_hint
+from rrfp_jax.hints import SHIPPED, Hint, OrderHint
 from rrfp_jax.sim import Simulation, check_hint, one_f_one_b_microbatches, simulate
 from rrfp_jax.task import Kind, StageShape
 
 _STYLES = {Kind.F: "black on cyan", Kind.B: "black on green", Kind.W: "black on yellow"}
 
 
-def run(console: Console, *, name: str | None, num_stages: int, num_microbatches: int) -> None:
+def run(console: Console, *, hint: Hint | None, num_stages: int, num_microbatches: int) -> None:
     """Lists the shipped hints, or draws one on stages whose tasks all take one unit.
 
     Raises:
-      ValueError: There is no such hint, or it does not work.
+      ValueError: The hint does not work.
     """
-    if name is None:
+    if hint is None:
         _list(console)
     else:
-        _draw(console, load_hint(name), num_stages, num_microbatches)
+        _draw(console, hint, num_stages, num_microbatches)
 
 
 def _list(console: Console) -> None:
@@ -35,11 +35,10 @@ def _list(console: Console) -> None:
     for hint in SHIPPED.values():
         fixed = "as published" if isinstance(hint, OrderHint) else "of a step without variation"
         table.add_row(hint.name, _summary(hint), fixed)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     console.print(
         "Choose with schedule.hint=NAME, or give your own as module:object (a subclass of "
-        "rrfp_jax.Hint). Draw one: rrfp hints bfw --stages 4 --microbatches 8",
-        highlight=False,
+        "rrfp_jax.Hint).\nDraw one: rrfp hints bfw --stages 4 --microbatches 8"
     )
 
 
@@ -60,17 +59,17 @@ def _draw(console: Console, hint: Hint, num_stages: int, num_microbatches: int) 
     )
     console.print(
         f"{hint.name}: {_summary(hint)}\n{num_stages} stages, {num_microbatches} microbatches, "
-        "every task one unit, budget 2.0x of 1F1B; ",
-        *(Text(f" {kind.value} ", style=style) for kind, style in _STYLES.items()),
-        highlight=False,
+        "every task one unit, budget 2.0x of 1F1B"
     )
+    # A terminal shows what fits, a file gets all.
+    overflow: OverflowMethod = "ignore" if console.soft_wrap else "ellipsis"
     for stage in range(num_stages):
-        console.print(_timeline(step, stage, len(str(num_microbatches - 1))), no_wrap=True)
+        timeline = _timeline(step, stage, len(str(num_microbatches - 1)))
+        console.print(timeline, no_wrap=True, overflow=overflow)
     busy = sum(map(step.busy_ns, range(num_stages)))
     console.print(
         f"{step.makespan_ns} units, stages busy {busy / (num_stages * step.makespan_ns):.0%} of "
-        f"them, at most {list(step.peak_held_bytes)} microbatches held",
-        highlight=False,
+        f"them, at most {list(step.peak_held_bytes)} microbatches held"
     )
 
 

@@ -31,5 +31,5 @@ class Verdict:
         else:
             style = "green" if self.passed else "bold red"
             word = "PASS" if self.passed else "FAIL"
-            console.print(f"{word}: {self.text}", style=style, highlight=False, soft_wrap=True)
+            console.print(f"{word}: {self.text}", style=style, soft_wrap=True)
         return 0 if self.passed else 1
