@@ -319,7 +319,8 @@ class RunConfig(Section):
         if self.optimizer.warmup_steps > self.train.steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} must not be more than "
-                f"train.steps={self.train.steps}"
+                f"train.steps={self.train.steps}; give for example "
+                f"optimizer.warmup_steps={self.train.steps // 10}"
             )
         if self.model.vocab_size < 256:
             raise ValueError(

@@ -12,7 +12,6 @@ from rich.console import Console
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config_file import dump_config
 from rrfp_jax.report.trace import TraceFiles
-from rrfp_jax.stages.program import num_bytes
 from rrfp_jax.training.experiment import Experiment, build_experiment
 from rrfp_jax.training.metrics import MetricsFile
 from rrfp_jax.training.observer import Observer, StepRecord
@@ -33,7 +32,7 @@ def run(config: RunConfig, console: Console, *, name: str) -> None:
       StepFailedError: A step failed.
       TooManySkippedError: The run did not get on.
     """
-    folder = _claim(config.run.dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = _claim(config.run.dir, name)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     experiment = build_experiment(config)
@@ -64,7 +63,7 @@ def run(config: RunConfig, console: Console, *, name: str) -> None:
             eval_every=config.run.eval_every,
             observers=observers,
         )
-    console.print(last.summary(folder), highlight=False)
+    console.print(last.summary(folder))
 
 
 class _LastRecord(Observer):
@@ -91,15 +90,37 @@ class _LastRecord(Observer):
         """Nothing to close."""
 
 
-def _claim(folder: Path) -> Path:
-    """Makes the run directory, unless it holds a run already."""
-    if (folder / "metrics.jsonl").exists():
+def _claim(folder: Path | None, name: str) -> Path:
+    """Makes the run directory; one that is given may be there, but hold no step of a run."""
+    try:
+        if folder is None:
+            return _new_folder(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / "metrics.jsonl"
+        is_taken = metrics.exists() and metrics.stat().st_size > 0
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={folder or 'runs'} must be a folder that can be made and written: "
+            f"{error.strerror}; give another run.dir."
+        ) from None
+    if is_taken:
         raise ValueError(
             f"run.dir={folder} holds a run already, which would be overwritten; give another "
             "run.dir, or move that one away."
         )
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _new_folder(folder: Path) -> Path:
+    """Makes a folder that nobody else has: several runs may start in the same second."""
+    unused, number = folder, 1
+    while True:
+        try:
+            unused.mkdir(parents=True)
+            return unused
+        except FileExistsError:
+            number += 1
+            unused = folder.with_name(f"{folder.name}-{number}")
 
 
 def _describe(console: Console, config: RunConfig, experiment: Experiment, folder: Path) -> None:
@@ -108,19 +129,17 @@ def _describe(console: Console, config: RunConfig, experiment: Experiment, folde
     schedule = config.schedule
     console.print(
         f"{pipeline.num_stages} stages, {schedule.microbatches} microbatches a step in buckets "
-        f"{list(config.data.buckets)}, hint {schedule.hint} ({schedule.mode}); writing {folder}",
-        highlight=False,
+        f"{list(config.data.buckets)}, hint {schedule.hint} ({schedule.mode})\n"
+        f"writing {folder}"
     )
     largest = len(config.data.buckets) - 1
     for stage, (plan, budget) in enumerate(
         zip(pipeline.plans, pipeline.schedule.budgets(schedule.microbatches), strict=True)
     ):
-        kinds = ", ".join(kind.value for kind in plan.shape.kinds)
+        kinds = " ".join(kind.value for kind in plan.shape.kinds)
         console.print(
-            f"  stage {stage}: {sum(a.size for a in plan.avals):,} parameters "
-            f"({sum(map(num_bytes, plan.avals)) / 1e6:.1f} MB), tasks {kinds}; a microbatch holds "
-            f"up to {plan.held_bytes(largest) / 1e6:.2f} MB of {budget / 1e6:.2f} MB budget",
-            highlight=False,
+            f"  stage {stage} ({kinds}): {sum(a.size for a in plan.avals):,} parameters; largest "
+            f"microbatch {plan.held_bytes(largest) / 1e6:.2f} MB, budget {budget / 1e6:.2f} MB"
         )
     unsplit = [
         stage

@@ -67,10 +67,13 @@ def test_bad_config_exits_with_2_before_jax_is_imported(config, override):
 
 
 def test_training_writes_a_whole_run_directory(config, tmp_path):
-    out = tmp_path / "out"
+    out = tmp_path / "out put"
+    out.mkdir()
+    (out / "metrics.jsonl").touch()  # of a run that was interrupted before its first step
     result = rrfp("train", config, *TINY, "train.steps=12", "run.trace_every=5", f"run.dir={out}")
     assert result.returncode == 0, result.stderr
     assert "trained 12 steps" in result.stdout
+    assert f"writing {out}" in result.stdout.splitlines()  # not wrapped: it is for a program
 
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -119,7 +122,7 @@ def test_hints_are_listed_and_drawn():
     assert drawn.returncode == 0
     assert "stage 1  ..F0B0W0F1B1W1F2B2W2" in drawn.stdout
     unknown = rrfp("hints", "1f2b")
-    assert unknown.returncode == 1
+    assert unknown.returncode == 2
     assert "nearest: '1f1b'" in unknown.stderr
 
 
