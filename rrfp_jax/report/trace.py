@@ -61,6 +61,8 @@ class TraceFiles(Observer):
             }
             self._files[task.stage].write(json.dumps(row) + "\n")
             events.append(_perfetto_event(task, row))
+        for file in self._files:
+            file.flush()  # a run that is killed leaves what it has traced
         self._recent.append(events)
 
     def __exit__(
@@ -70,6 +72,9 @@ class TraceFiles(Observer):
         traceback: TracebackType | None,
     ) -> None:
         """Writes the Perfetto file and closes all."""
+        # Closed first: a disk without room for the rest still keeps these.
+        for file in self._files:
+            file.close()
         names = [
             {
                 "name": "thread_name",
@@ -82,8 +87,6 @@ class TraceFiles(Observer):
         ]
         events = [event for step in self._recent for event in step]
         self._perfetto.write_text(json.dumps({"traceEvents": names + events}), encoding="utf-8")
-        for file in self._files:
-            file.close()
 
 
 def _perfetto_event(task: Task, row: dict[str, Any]) -> dict[str, Any]:

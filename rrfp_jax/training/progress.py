@@ -13,7 +13,6 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -39,10 +38,9 @@ class ProgressDisplay(Observer):
         self._last_line_s = time.monotonic()
         self._bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             TextColumn("{task.fields[note]}"),
             console=console,
             disable=not self._live,
@@ -71,16 +69,15 @@ class ProgressDisplay(Observer):
             f"loss {metrics.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  "
             f"busy {metrics.busy_fraction:.0%}"
         )
-        if record.held_out_loss is not None:
-            note += f"  held-out loss {record.held_out_loss:.4f}"
         if metrics.skipped is not None:
             self._console.print(f"step {metrics.step} skipped: {metrics.skipped}", style="yellow")
         self._bars.update(self._train_bar, completed=metrics.step, note=note)
-        first_or_last = metrics.step in (1, self._num_steps)
         self._line(
             f"step {metrics.step} of {self._num_steps}: {note}",
-            last=first_or_last or record.held_out_loss is not None,
+            last=metrics.step in (1, self._num_steps) or record.held_out_loss is not None,
         )
+        if record.held_out_loss is not None:
+            self._console.print(f"step {metrics.step}: held-out loss {record.held_out_loss:.4f}")
 
     def _line(self, text: str, *, last: bool) -> None:
         if self._live:
@@ -88,7 +85,7 @@ class ProgressDisplay(Observer):
         now_s = time.monotonic()
         if last or now_s - self._last_line_s >= _LINE_EVERY_S:
             self._last_line_s = now_s
-            self._console.print(text, highlight=False)
+            self._console.print(text)
 
     def __exit__(
         self,
