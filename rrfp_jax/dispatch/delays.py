@@ -46,16 +46,17 @@ class ExponentialDelays(Delays):
 
     def compute_ns(self, step: int, task: Task) -> int:
         """An exponential delay, or 0."""
-        return self._draw(self._compute_s, f"{step} {task}")
+        return self._draw(self._compute_s, step, task)
 
     def transfer_ns(self, step: int, payload: Payload, source: int, microbatch: int) -> int:
         """An exponential delay, or 0."""
-        return self._draw(self._transfer_s, f"{step} {payload.name} {source} {microbatch}")
+        return self._draw(self._transfer_s, step, payload.name, source, microbatch)
 
-    def _draw(self, mean_s: float, what: str) -> int:
+    def _draw(self, mean_s: float, *what: object) -> int:
         if mean_s == 0:
             return 0
-        return int(random.Random(f"{self._seed} {what}").expovariate(1 / mean_s) * 1e9)
+        drawn = random.Random(" ".join(map(str, (self._seed, *what))))
+        return int(drawn.expovariate(1 / mean_s) * 1e9)
 
 
 def no_delays() -> Delays:

@@ -275,7 +275,7 @@ class _StageThreads:
         while not isinstance(launched := self._launched.get(), _Stop):
             task, result = launched
             try:
-                jax.block_until_ready(result)
+                result.block_until_ready()
             except Exception as error:
                 raise RuntimeError(f"{task} failed: {type(error).__name__}: {error}") from error
             if delay_ns := self._delays.compute_ns(self._step, task):

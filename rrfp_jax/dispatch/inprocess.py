@@ -76,7 +76,8 @@ class InprocessTransport(Transport):
         while (bundle := self._next()) is not None:
             try:
                 arrays = jax.device_put(bundle.arrays, self._placements[bundle.target])
-                jax.block_until_ready(arrays)
+                for array in arrays:
+                    array.block_until_ready()
             except Exception as error:  # reported to the stage that waits for it
                 fail(bundle, f"{type(error).__name__}: {error}")
                 continue
