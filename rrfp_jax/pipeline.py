@@ -225,7 +225,8 @@ class Pipeline:
           microbatches: Pytrees of arrays, each in the shape of one of the buckets.
 
         Raises:
-          ValueError: A microbatch has a shape that was not compiled.
+          ValueError: A microbatch has a shape that was not compiled, or the state was
+            taken by an earlier step.
           StepFailedError: A kernel failed or a stage stalled; `state` is still good.
         """
         started_ns = time.monotonic_ns()
@@ -305,6 +306,11 @@ class Pipeline:
         self, state: PipelineState, microbatches: Sequence[Any], *, training: bool = True
     ) -> _Result:
         self._require_updater()
+        if any(array.is_deleted() for stage in state.stages for array in stage.params):
+            raise ValueError(
+                f"the state of step {state.step} is used up: a step takes its memory; go on with "
+                "the one it returned, as in `state, metrics = pipeline.step(state, microbatches)`."
+            )
         buckets = self._buckets.of(microbatches)
         if training:
             cores = self._schedule.cores(

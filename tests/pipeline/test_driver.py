@@ -173,3 +173,11 @@ def test_second_step_at_the_same_time_is_refused():
     with pytest.raises(RuntimeError, match="one after another"):
         transport.open(1, deliver=lambda bundle: None, fail=lambda bundle, reason: None)
     transport.close()
+
+
+def test_state_that_a_step_has_used_is_refused_with_the_remedy():
+    pipeline, state = build()
+    after, _ = pipeline.step(state, microbatches(2))
+    with pytest.raises(ValueError, match=r"state of step 0 is used up.*`state, metrics = "):
+        pipeline.step(state, microbatches(2))
+    assert pipeline.step(after, microbatches(2))[1].skipped is None
