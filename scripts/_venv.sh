@@ -18,7 +18,7 @@ VENV=${VENV:-$ROOT/.venv}
 ensure_venv() {
   local wanted stamp=$VENV/.stamp
   if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    echo "rrfp_jax needs Python 3.11 or newer; '$PYTHON' is $("$PYTHON" --version 2>&1). Set PYTHON." >&2
+    echo "rrfp_jax needs Python 3.11 or newer; '$PYTHON' is $("$PYTHON" --version 2>/dev/null || echo not there). Set PYTHON." >&2
     return 1
   fi
   wanted=$(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ TINY = [
     "run.trace_every=1",
 ]
 LIMIT_S = 120
+ROOT = Path(__file__).parents[2]  # some commands are started elsewhere
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def start(*arguments, **options):
         stdout=options.pop("stdout", subprocess.PIPE),
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment, "PYTHONUNBUFFERED": "1"},
+        env={**environment, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
         **options,
     )
 
