@@ -12,6 +12,7 @@ weight, the norm and the decision to skip a non-finite step need every stage.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -43,6 +44,8 @@ from rrfp_jax.stages.update import Accumulators, Updater
 from rrfp_jax.step import EvalMetrics, Gradients, PipelineState, StepMetrics
 from rrfp_jax.task import Task
 from rrfp_jax.topology import place_stages
+
+_log = logging.getLogger("rrfp_jax")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,7 @@ class Pipeline:
         self._stall_timeout_s = stall_timeout_s
         self._buckets = Buckets(buckets)
         self._plans = plan_loss(loss_fn, init_fn, self._buckets, remat, evaluation=evaluation)
+        _warn_of_unsplit_loops(self._plans)
         self._placements = place_stages(mesh, len(self._plans))
         self._schedule = Schedule(
             hint=hint,
@@ -366,6 +370,20 @@ class Pipeline:
             times={task: times for job in jobs for task, times in job.core.times.items()},
             peak_held_bytes=tuple(job.core.peak_held_bytes for job in jobs),
             peak_live_bytes=tuple(job.execution.peak_live_bytes for job in jobs),
+        )
+
+
+def _warn_of_unsplit_loops(plans: Sequence[StagePlan]) -> None:
+    stages = [
+        stage
+        for stage, plan in enumerate(plans)
+        if any(bucket.split.unsplit_weights for bucket in plan.train)
+    ]
+    if stages:
+        _log.warning(
+            "the weight gradients of loops over layers (lax.scan) in stages %s stay in B: a loop "
+            "is not split, so W has less to fill gaps with",
+            stages,
         )
 
 

@@ -141,14 +141,3 @@ def _describe(console: Console, config: RunConfig, experiment: Experiment, folde
             f"  stage {stage} ({kinds}): {sum(a.size for a in plan.avals):,} parameters; largest "
             f"microbatch {plan.held_bytes(largest) / 1e6:.2f} MB, budget {budget / 1e6:.2f} MB"
         )
-    unsplit = [
-        stage
-        for stage, plan in enumerate(pipeline.plans)
-        if plan.train[largest].split.unsplit_weights
-    ]
-    if unsplit:
-        console.print(
-            f"  the weight gradients of loops in stages {unsplit} stay in B: a scan over layers is "
-            "not split",
-            style="yellow",
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,11 @@ class Buckets:
         Raises:
           ValueError: There is no microbatch, or one has a shape that was not compiled.
         """
+        if isinstance(microbatches, Mapping):
+            raise ValueError(
+                "a step takes a list of microbatches, got one microbatch by itself; pass "
+                "[microbatch]."
+            )
         if not microbatches:
             raise ValueError("a step needs at least one microbatch, got none.")
         found = []

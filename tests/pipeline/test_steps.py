@@ -200,6 +200,35 @@ def test_microbatch_of_a_shape_that_was_not_compiled_is_an_error_with_the_shapes
         pipeline.step(state, microbatches(2, lengths=(5, 9)))
 
 
+def test_one_microbatch_that_is_not_in_a_list_is_refused_with_the_remedy():
+    pipeline = build(Toy(num_stages=2))
+    with pytest.raises(ValueError, match=r"pass \[microbatch\]"):
+        pipeline.step(pipeline.init(RNG), microbatches(1)[0])
+
+
+def test_layers_under_scan_are_told_once_and_train_as_the_reference(caplog):
+    def loss_fn(params, batch, rng):
+        x = stage_boundary(params["first"] * batch["x"])
+        x, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params["layers"])
+        return jnp.sum(stage_boundary(x) * params["last"]), jnp.float32(1)
+
+    def init_fn(rng):
+        layers = 0.5 * jax.random.normal(rng, (3, 4, 4))
+        return {"first": jnp.ones(()), "layers": layers, "last": jnp.ones(())}
+
+    example = {"x": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)}
+    pipeline = Pipeline(loss_fn, init_fn, optax.sgd(0.1), buckets=[example], evaluation=False)
+    assert [r.message for r in caplog.records if "lax.scan" in r.message] == [
+        "the weight gradients of loops over layers (lax.scan) in stages [1] stay in B: a loop is "
+        "not split, so W has less to fill gaps with"
+    ]
+    _, expected = reference(loss_fn, init_fn(RNG), [example] * 2, RNG)
+    found = pipeline.gradients(pipeline.init(RNG), [example] * 2)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.tree, expected
+    )
+
+
 def test_devices_that_do_not_match_the_markers_are_refused_with_the_arithmetic():
     with pytest.raises(ValueError, match="4 stages need 4 devices, got 2"):
         build(Toy(num_stages=4), mesh=jax.devices()[:2])
