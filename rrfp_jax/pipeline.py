@@ -70,7 +70,7 @@ class Pipeline:
         stage runs it on its own. Clip with `max_grad_norm`, not in the optimizer.
       buckets: One example microbatch (arrays or shapes) for each padded shape.
       mesh: A mesh with the axis ``stage``, or devices, first stage to last. By default
-        the first local devices.
+        the first local devices; a loss without a marker needs its one device named.
       hint: A shipped hint's name, ``module:object``, or a `Hint`: what runs first of
         what is ready.
       mode: ``readiness`` runs the best-ranked ready task; ``fixed`` waits for the

@@ -18,7 +18,7 @@ def place_stages(
 
     Args:
       mesh: A mesh with one axis, ``stage``; or devices, first stage to last; or None
-        for the local devices in their order.
+        for the local devices in their order, which takes two stages or more.
       num_stages: How many the model was cut into.
 
     Raises:
@@ -32,6 +32,12 @@ def place_stages(
             )
         devices = list(np.asarray(mesh.devices).flat)
     elif mesh is None:
+        if num_stages == 1:
+            raise ValueError(
+                "loss_fn has no stage_boundary marker, so it is one stage and nothing is "
+                "pipelined; write `x = rrfp_jax.stage_boundary(x)` in it where a stage ends, or "
+                "pass mesh=[device] to train it whole on that device."
+            )
         devices = jax.local_devices()[:num_stages]
     else:
         devices = list(mesh)

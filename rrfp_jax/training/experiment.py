@@ -59,6 +59,7 @@ def build_experiment(config: RunConfig) -> Experiment:
         init_fn,
         optimizer.build(config.optimizer, config.train.steps),
         buckets=data.batch_specs,
+        mesh=jax.local_devices()[: config.mesh.stages],
         hint=schedule.hint,
         mode=schedule.mode,
         activation_budget=schedule.activation_budget,

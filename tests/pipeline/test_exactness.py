@@ -19,6 +19,7 @@ RNG = jax.random.key(7)
 
 def build(toy, *, lengths=(5,), optimizer=None, **options):
     """A pipeline over a toy, with one bucket per length."""
+    options.setdefault("mesh", jax.devices()[: toy.num_stages])
     return Pipeline(
         toy.loss_fn,
         toy.init_fn,
@@ -215,6 +216,7 @@ def test_bfloat16_parameters_accumulate_512_gradients_of_one_exactly():
         lambda rng: {"w": jnp.ones((), jnp.bfloat16)},
         optax.sgd(0.1),
         buckets=[example],
+        mesh=jax.devices()[:1],
         evaluation=False,
     )
     found = pipeline.gradients(pipeline.init(RNG), [example] * 512)

@@ -234,6 +234,13 @@ def test_devices_that_do_not_match_the_markers_are_refused_with_the_arithmetic()
         build(Toy(num_stages=4), mesh=jax.devices()[:2])
 
 
+def test_loss_without_a_marker_is_refused_unless_its_device_is_named():
+    toy = Toy(num_stages=1)
+    with pytest.raises(ValueError, match="no stage_boundary marker.*where a stage ends"):
+        build(toy)
+    assert build(toy, mesh=jax.devices()[:1]).num_stages == 1
+
+
 def test_two_stages_on_one_device_train_as_on_two():
     batches = microbatches(3)
     results = []
