@@ -171,7 +171,7 @@ def reaches(
     for equation in equations:
         if equation.primitive is leafwise:
             pairs = zip(equation.invars, equation.outvars, strict=True)
-            reached.update(out for operand, out in pairs if operand in reached)
+            reached.update(out for atom, out in pairs if isinstance(atom, Var) and atom in reached)
         elif any(var in reached for var in operands(equation)):
             reached.update(equation.outvars)
     return reached
