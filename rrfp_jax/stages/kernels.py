@@ -153,12 +153,15 @@ def _last_uses(task: TaskProgram, read_later: frozenset[Slot]) -> tuple[Slot, ..
 
 
 def _donated(task: TaskProgram, dying: frozenset[Slot]) -> list[int]:
-    """Saved operands at their last use that can hold one of the results."""
+    """Saved operands at their last use that can hold one of the results.
+
+    Never a scalar: it may be the loss or the weight, which the host will read.
+    """
     free = Counter((shape_of(atom).shape, shape_of(atom).dtype) for atom in task.program.outputs)
     donated = []
     for position, (slot, var) in enumerate(zip(task.operands, task.program.inputs, strict=True)):
         key = (shape_of(var).shape, shape_of(var).dtype)
-        if slot.space is Space.SAVED and slot in dying and free[key] > 0:
+        if slot.space is Space.SAVED and slot in dying and key[0] and free[key] > 0:
             free[key] -= 1
             donated.append(position)
     return donated

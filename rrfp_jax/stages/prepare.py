@@ -11,7 +11,7 @@ activation) stays where it is: it is cheap to compute and dear to keep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
@@ -24,7 +24,7 @@ class Preparation:
     """Values computed from a stage's parameters.
 
     Attributes:
-      program: Takes all parameters of the stage, gives the values.
+      program: Takes the parameters that the bucket uses, gives the values.
       variables: The values' variables in the program that they were taken out of.
       keys: For each value, a digest of the expression that computes it; equal keys
         mean equal values.
@@ -35,13 +35,20 @@ class Preparation:
     keys: tuple[str, ...]
 
 
-def hoist(program: Program, parameters: Sequence[Var]) -> tuple[Preparation, tuple[JaxprEqn, ...]]:
-    """Takes the equations that need `parameters` alone out of a program.
+def hoist(
+    program: Program, parameters: Mapping[Var, int]
+) -> tuple[Preparation, tuple[JaxprEqn, ...]]:
+    """Takes the equations that need parameters alone out of a program.
+
+    Args:
+      program: Of one bucket.
+      parameters: The stage's parameters in this program, and which leaf of the parameter
+        tree each is: the name under which every bucket knows it.
 
     Returns:
       Their results that the rest reads, and the equations that remain.
     """
-    keys: dict[Var, str] = {var: f"parameter {i}" for i, var in enumerate(parameters)}
+    keys = {var: f"parameter {leaf}" for var, leaf in parameters.items()}
     hoisted, rest = [], []
     for equation in program.equations:
         read = list(operands(equation))

@@ -1,8 +1,8 @@
 """Splits a stage into F, B and W, and plans what is kept between them.
 
 The stage and its vector-Jacobian product are traced together into one straight-line
-program: outputs, then the gradients of parameters and arrivals, given cotangents of
-the departures. The three tasks are slices of it:
+program (see `rrfp_jax.stages.joint`): outputs, then the gradients of parameters and
+arrivals, given cotangents of the departures. The three tasks are slices of it:
 
     F   what the departures need
     B   what the gradients of the arrivals need, beyond F
@@ -13,10 +13,6 @@ computed. Three kinds of values are never kept for a microbatch: parameters (``j
 would return them as copies), what is computed from parameters alone (a cast, a
 transpose: computed once per step by ``prepare``), and what is computed from
 constants alone (computed again where it is read).
-
-How much the backward recomputes is decided by a `jax.checkpoint` policy around the
-stage: its recomputation appears in the joint program as equations of its own, so
-it falls into B or W and not into F.
 
 Zero-bubble schedules introduced the B/W split (Qi et al., "Zero Bubble Pipeline
 Parallelism", ICLR 2024).
@@ -31,9 +27,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from rrfp_jax.stages.cut import StageCut
+from rrfp_jax.stages.joint import joint_program
 from rrfp_jax.stages.prepare import Preparation, hoist
 from rrfp_jax.stages.program import (
     Atom,
@@ -44,7 +41,6 @@ from rrfp_jax.stages.program import (
     reaches,
     reads,
     shape_of,
-    trace,
     variables,
 )
 from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY, REMAT_POLICIES
@@ -96,7 +92,7 @@ class StageSplit:
       carried: Shapes of what B keeps for W.
       held_bytes: What one microbatch holds here between its tasks, at the most.
       unsplit_weights: Positions in `trained` whose gradients B computes whole,
-        because a loop produces them together with the gradient of its input.
+        because a loop or a conditional gives them together with the gradient of its input.
     """
 
     kinds: tuple[Kind, ...]
@@ -157,7 +153,7 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
     if not returned or not (trained or differentiated):
         return split_forward(cut)
 
-    program = _joint(cut, trained, differentiated, returned, remat, is_last=is_last)
+    program = joint_program(cut, trained, differentiated, returned, remat)
     num_outputs = len(cut.program.outputs)
     outputs = program.outputs[:num_outputs]
     weight_grads = program.outputs[num_outputs : num_outputs + len(trained)]
@@ -182,12 +178,14 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
     of_forward, of_backward = map(known.of_microbatch, (forward, backward))
 
     later = reads([*backward, *weights], [*input_grads, *weight_grads])
-    departing = {var: i for i, var in enumerate(outputs) if isinstance(var, Var)}
+    # Loss and weight go to the host: what the backward reads of them is kept as well.
+    departing = {var: i for i, var in enumerate(outputs) if isinstance(var, Var) and not is_last}
     saved = [var for var in later if var in of_forward and var not in departing]
     carried = [var for var in reads(weights, weight_grads) if var in of_backward]
     kept = {var: Slot(Space.DEPARTURE, i) for var, i in departing.items()}
     kept |= {var: Slot(Space.SAVED, i) for i, var in enumerate(saved)}
     kept |= {var: Slot(Space.CARRIED, i) for i, var in enumerate(carried)}
+    of_loops = {var for eqn in backward if any(jaxprs_in_params(eqn.params)) for var in eqn.outvars}
 
     tasks = {Kind.F: known.task(forward, (*outputs, *saved), {})}
     if differentiated:
@@ -202,52 +200,12 @@ def split(cut: StageCut, remat: str = DEFAULT_REMAT_POLICY) -> StageSplit:
         saved=tuple(shape_of(var) for var in saved),
         carried=tuple(shape_of(var) for var in carried),
         held_bytes=_held_bytes(known, tasks, kept),
-        unsplit_weights=tuple(i for i, var in enumerate(weight_grads) if var in set(carried)),
+        unsplit_weights=tuple(
+            i
+            for i, atom in enumerate(weight_grads)
+            if isinstance(atom, Var) and atom in of_backward and atom in of_loops
+        ),
     )
-
-
-def _joint(
-    cut: StageCut,
-    trained: Sequence[int],
-    differentiated: Sequence[int],
-    returned: Sequence[int],
-    remat: str,
-    *,
-    is_last: bool,
-) -> Program:
-    """Outputs, gradients of `trained` parameters, gradients of `differentiated` arrivals.
-
-    Takes the inputs of the stage's program and then one cotangent for each returned
-    departure; the last stage's cotangent is one, because its output is the loss sum.
-    """
-    first_arrival = len(cut.parameters) + len(cut.fields)
-    moving = [*trained, *(first_arrival + i for i in differentiated)]
-    policy = REMAT_POLICIES[remat].saveable
-
-    def joint(inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
-            full = list(inputs)
-            for position, value in zip(moving, values, strict=True):
-                full[position] = value
-            outputs = cut.program(*full)
-            return [outputs[i] for i in returned], outputs
-
-        if policy is not None:
-            forward = jax.checkpoint(forward, policy=policy, prevent_cse=False)
-        primals = [inputs[position] for position in moving]
-        _, pull, outputs = jax.vjp(forward, *primals, has_aux=True)
-        return [*outputs, *pull(list(cotangents))]
-
-    inputs = [shape_of(v) for v in cut.program.inputs]
-    if is_last:
-        loss = shape_of(cut.program.outputs[0])
-        traced, _ = trace(lambda *flat: joint(flat, [jnp.ones((), loss.dtype)]), *inputs)
-    else:
-        cotangents = [cut.departures[i].aval for i in returned]
-        traced, _ = trace(
-            lambda *flat: joint(flat[: len(inputs)], flat[len(inputs) :]), *inputs, *cotangents
-        )
-    return inlined(traced)
 
 
 class _Known:
@@ -264,7 +222,8 @@ class _Known:
             (Space.COTANGENT, program.inputs[first_cotangent:]),
         ]
         self._constants = program.constants
-        self.preparation, self.equations = hoist(program, program.inputs[:first_field])
+        leaf_of = dict(zip(program.inputs[:first_field], cut.parameters, strict=True))
+        self.preparation, self.equations = hoist(program, leaf_of)
         self._moving = reaches(self.equations, program.inputs[first_field:])
         self.slots = {var: Slot(space, i) for space, group in spaces for i, var in enumerate(group)}
         for i, var in enumerate(self.preparation.variables):
