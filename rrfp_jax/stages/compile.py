@@ -125,13 +125,19 @@ def _jobs(
         return [jnp.zeros(a.shape, a.dtype) for a in sums]
 
     def squares(totals: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
-        return jnp.array([jnp.sum(jnp.square(total * scale)) for total in totals], jnp.float32)
+        return jnp.array(
+            [jnp.sum(jnp.square(jnp.abs(total * scale))) for total in totals], jnp.float32
+        )
 
     def update(
         params: Sequence[jax.Array], opt_state: Any, totals: Sequence[jax.Array], scale: jax.Array
     ) -> tuple[list[jax.Array], Any, list[jax.Array]]:
         tree = partition.partial_tree(params)
-        grads = partition.partial_tree([total * scale for total in totals])
+        # Rounded once, here: an optimizer expects the dtype that `jax.grad` would give, and
+        # keeps moments in that of its own state only if it does.
+        grads = partition.partial_tree(
+            [(total * scale).astype(a.dtype) for total, a in zip(totals, trained, strict=True)]
+        )
         updates, opt_state = optimizer.update(grads, opt_state, tree)
         return jax.tree.leaves(optax.apply_updates(tree, updates)), opt_state, zeros()
 

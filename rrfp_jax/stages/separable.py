@@ -107,7 +107,7 @@ class _Miniature:
     leaves: Sequence[Any]
     structure: jax.tree_util.PyTreeDef
 
-    def updates(self, indices: Sequence[int], probe: _Probe) -> dict[int, float]:
+    def updates(self, indices: Sequence[int], probe: _Probe) -> dict[int, complex]:
         """The last update of each of these leaves, given these leaves alone."""
 
         def gradient(step: int, index: int) -> float:
@@ -130,7 +130,7 @@ class _Miniature:
                 "that need the loss."
             ) from error
         found = self.structure.flatten_up_to(updates)
-        return {index: float(np.asarray(found[index]).sum()) for index in indices}
+        return {index: np.asarray(found[index]).sum().item() for index in indices}
 
     def _tree(self, indices: Sequence[int], value: Callable[[int], float]) -> Any:
         full: list[Any] = [None] * len(self.leaves)
