@@ -17,7 +17,7 @@ class Buckets:
       shapes: One pytree of arrays or shapes per bucket.
 
     Raises:
-      ValueError: There is none, or two are the same.
+      ValueError: There is none, two are the same, or one holds what is no array.
     """
 
     def __init__(self, shapes: Sequence[Any]) -> None:
@@ -26,10 +26,7 @@ class Buckets:
                 "buckets must name the shape of at least one microbatch, got none; pass a list "
                 "of example microbatches, one for each padded shape."
             )
-        self.shapes = [
-            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shape)
-            for shape in shapes
-        ]
+        self.shapes = [jax.tree_util.tree_map_with_path(_shape_struct, each) for each in shapes]
         self._index = {_signature(shape): i for i, shape in enumerate(self.shapes)}
         if len(self._index) != len(self.shapes):
             raise ValueError(
@@ -78,6 +75,18 @@ def describe(tree: Any) -> str:
 def _signature(tree: Any) -> Signature:
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((_shape(leaf), _dtype(leaf)) for leaf in leaves)
+
+
+def _shape_struct(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = getattr(leaf, "dtype", None)
+    # Text, dates and objects: numpy has arrays of them, jax has none.
+    if dtype is None or getattr(dtype, "kind", "") in tuple("OSUMm"):
+        raise ValueError(
+            f"a microbatch must hold arrays of numbers, got {_dtype(leaf)} at "
+            f"{jax.tree_util.keystr(path)}; make an array of it with np.asarray(value, np.float32) "
+            "or the like, or leave it out."
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
