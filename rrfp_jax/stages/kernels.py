@@ -116,7 +116,8 @@ def compile_on(
 
 def accumulator_dtype(dtype: Any) -> Any:
     """Gradients are accumulated in fp32, or wider where the parameter is wider."""
-    return jnp.promote_types(dtype, jnp.float32)
+    # Of 8-bit floats jax refuses to say what is wider.
+    return jnp.float32 if dtype.itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
 
 
 def _accumulating(task: TaskProgram) -> tuple[Callable[..., Any], list[Any], list[int]]:

@@ -174,3 +174,11 @@ def test_complex_parameters_equal_the_uncut_model_and_count_by_their_size_in_the
     pipeline = _check(loss_fn, _with(**more), remat="everything_saveable")
     found = pipeline.gradients(pipeline.init(RNG), [_rows(0)])
     assert found.norm == pytest.approx(float(optax.tree.norm(found.tree)), rel=1e-5)
+
+
+def test_parameters_narrower_than_sixteen_bits_accumulate_in_float32():
+    def loss_fn(p, b, rng):
+        x = stage_boundary(b["x"] @ p["a"])
+        return jnp.sum((x @ p["b"]) * p["gain"].astype(jnp.float32)), ONE
+
+    _check(loss_fn, _with(gain=jnp.ones((WIDTH,), jnp.float8_e5m2)), tolerance=0.1)
