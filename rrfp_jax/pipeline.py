@@ -292,13 +292,17 @@ class Pipeline:
         )
 
     def parameters(self, state: PipelineState) -> Any:
-        """The whole parameter tree, in host memory, as `init_fn` makes it."""
+        """The whole parameter tree, in host memory, as `init_fn` makes it.
+
+        Random keys have no form in host memory; a leaf that is one stays a jax array.
+        """
         structure = self._plans[0].partition.structure
         leaves: list[Any] = [None] * structure.num_leaves
         for plan, stage in zip(self._plans, state.stages, strict=True):
             for leaf, value in zip(plan.partition.leaves, stage.params, strict=True):
                 if leaves[leaf] is None:
-                    leaves[leaf] = np.asarray(value)
+                    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+                    leaves[leaf] = value if is_key else np.asarray(value)
         return jax.tree.unflatten(structure, leaves)
 
     def _require_updater(self) -> Updater:

@@ -205,7 +205,23 @@ def test_transformations_inside_a_stage_keep_their_derivatives(body, remat):
     run(loss_fn, weights("a", "b", "c"), num_stages=3, remat=remat)
 
 
-def test_printing_inside_a_stage_disturbs_nothing(capfd):
+def test_random_key_among_the_parameters_is_held_and_read_back():
+    def init_fn(rng):
+        return {**weights("a", "b")(rng), "key": jax.random.fold_in(rng, 7)}
+
+    def loss_fn(p, batch, rng):
+        noise = jax.random.normal(p["key"], (ROWS, WIDTH))
+        x = stage_boundary((batch["x"] + noise) @ p["a"])
+        return jnp.sum((x @ p["b"]) ** 2), jnp.float32(3)
+
+    pipeline = Pipeline(loss_fn, init_fn, optax.sgd(0.1), buckets=[BATCH], evaluation=False)
+    state, metrics = pipeline.step(pipeline.init(RNG), [BATCH])
+    assert np.isfinite(metrics.loss)
+    key = pipeline.parameters(state)["key"]
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(init_fn(RNG)["key"]))
+
+
+def test_printing_inside_a_stage_disturbs_nothing():
     def loss_fn(p, batch, rng):
         x = stage_boundary(batch["x"] @ p["a"])
         jax.debug.print("seen {}", jnp.sum(x))
