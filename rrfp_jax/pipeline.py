@@ -40,7 +40,7 @@ from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY, REMAT_POLICIES
 from rrfp_jax.stages.separable import check_separable
 from rrfp_jax.stages.state import Placement, init_stage
-from rrfp_jax.stages.update import Accumulators, Updater
+from rrfp_jax.stages.update import Accumulators, GradientNorm, Updater
 from rrfp_jax.step import EvalMetrics, Gradients, PipelineState, StepMetrics
 from rrfp_jax.task import Task
 from rrfp_jax.topology import place_stages
@@ -236,9 +236,7 @@ class Pipeline:
         started_ns = time.monotonic_ns()
         result = self._run(state, microbatches)
         updater = self._require_updater()
-        scale = 1.0 / result.weight if result.weight else 0.0
-        updater.sum_shared(result.accumulators)
-        norm = updater.norm(result.accumulators, scale)
+        scale, norm = _reduce(updater, result)
         skipped = _skip_reason(result, norm.not_finite)
         step = state.step + 1
         if skipped is None:
@@ -281,9 +279,7 @@ class Pipeline:
         """The gradient that the next step would use, before clipping; changes nothing."""
         result = self._run(state, microbatches)
         updater = self._require_updater()
-        scale = 1.0 / result.weight if result.weight else 0.0
-        updater.sum_shared(result.accumulators)
-        norm = updater.norm(result.accumulators, scale)
+        scale, norm = _reduce(updater, result)
         return Gradients(
             loss=result.loss_sum * scale,
             weight=result.weight,
@@ -389,6 +385,13 @@ def _warn_of_unsplit_loops(plans: Sequence[StagePlan]) -> None:
             "is not split, so W has less to fill gaps with",
             stages,
         )
+
+
+def _reduce(updater: Updater, result: _Result) -> tuple[float, GradientNorm]:
+    """Sums shared gradients in place; gives what divides them all, and the norm after it."""
+    scale = 1.0 / result.weight if result.weight else 0.0
+    updater.sum_shared(result.accumulators)
+    return scale, updater.norm(result.accumulators, scale)
 
 
 def _skip_reason(result: _Result, not_finite: tuple[int, str] | None) -> str | None:
