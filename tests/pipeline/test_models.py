@@ -292,7 +292,7 @@ def test_bfloat16_activations_and_gradients_cross_and_follow_a_float32_model():
         assert np.linalg.norm(a - b) <= 3e-2 * np.linalg.norm(b)
 
 
-def test_bucket_that_uses_fewer_parameters_is_right_or_refused_with_the_tasks():
+def test_bucket_that_uses_fewer_parameters_equals_the_uncut_model():
     def loss_fn(p, batch, rng):
         x = batch["x"] @ p["a"]
         if batch["x"].shape[0] > ROWS:
