@@ -31,7 +31,7 @@ from rrfp_jax.dispatch.delays import Delays, no_delays
 from rrfp_jax.dispatch.driver import StageJob, run_step
 from rrfp_jax.dispatch.execution import StageExecution
 from rrfp_jax.dispatch.inprocess import InprocessTransport
-from rrfp_jax.dispatch.transport import Transport
+from rrfp_jax.dispatch.transport import Layout, Transport
 from rrfp_jax.schedule import Schedule
 from rrfp_jax.stages.buckets import Buckets
 from rrfp_jax.stages.compile import Progress, StageKernels, compile_stages
@@ -39,11 +39,11 @@ from rrfp_jax.stages.inputs import LossFn, place_fields, plan_loss
 from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY, REMAT_POLICIES
 from rrfp_jax.stages.separable import check_separable
-from rrfp_jax.stages.state import Placement, init_stage
+from rrfp_jax.stages.state import init_stage
 from rrfp_jax.stages.update import Accumulators, GradientNorm, Updater
 from rrfp_jax.step import EvalMetrics, Gradients, PipelineState, StepMetrics
 from rrfp_jax.task import Task
-from rrfp_jax.topology import place_stages
+from rrfp_jax.topology import lay_out_mesh
 
 _log = logging.getLogger("rrfp_jax")
 
@@ -85,8 +85,8 @@ class Pipeline:
       evaluation: Whether to compile what `eval_step` needs.
       stall_timeout_s: A stage that hears nothing for this long fails with a report.
       delays: Variability to inject.
-      transport: Makes the transport from the stages' placements; by default copies
-        between the devices of this process.
+      transport: Makes the transport from where arrays lie that cross between stages; by
+        default copies between the devices of this process.
       measure_memory: Report `StepMetrics.peak_live_bytes`; costs host time per launch.
 
     Raises:
@@ -112,7 +112,7 @@ class Pipeline:
         evaluation: bool = True,
         stall_timeout_s: float = 120.0,
         delays: Delays | None = None,
-        transport: Callable[[Sequence[Placement]], Transport] | None = None,
+        transport: Callable[[Layout], Transport] | None = None,
         measure_memory: bool = False,
     ) -> None:
         if remat not in REMAT_POLICIES:
@@ -129,7 +129,8 @@ class Pipeline:
         self._buckets = Buckets(buckets)
         self._plans = plan_loss(loss_fn, init_fn, self._buckets, remat, evaluation=evaluation)
         _warn_of_unsplit_loops(self._plans)
-        self._placements = place_stages(mesh, len(self._plans))
+        self._topology = lay_out_mesh(mesh, len(self._plans))
+        self._placements = [group.replicated for group in self._topology.groups]
         self._schedule = Schedule(
             hint=hint,
             mode=mode,
@@ -152,9 +153,7 @@ class Pipeline:
         self._evaluates = evaluation
         self._measure_memory = measure_memory
         self._transport = (
-            transport(self._placements)
-            if transport
-            else InprocessTransport(self._placements, self._delays)
+            transport(self._layout) if transport else InprocessTransport(self._layout, self._delays)
         )
         self._kernels: tuple[StageKernels, ...] = ()
         self._updater: Updater | None = None
@@ -300,6 +299,9 @@ class Pipeline:
                     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
                     leaves[leaf] = value if is_key else np.asarray(value)
         return jax.tree.unflatten(structure, leaves)
+
+    def _layout(self, replica: int, stage: int, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        return self._topology.group(replica, stage).rows(shape)
 
     def _require_updater(self) -> Updater:
         if self._updater is None:

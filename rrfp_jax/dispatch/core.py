@@ -30,8 +30,10 @@ from typing import final
 
 from rrfp_jax.dispatch.admission import Admission
 from rrfp_jax.dispatch.arbiter import Policy, make_arbiter
+from rrfp_jax.dispatch.errors import LocalProtocolError
 from rrfp_jax.dispatch.events import (
     Event,
+    Heard,
     InputArrived,
     KernelFinished,
     StepStarted,
@@ -184,6 +186,8 @@ class StageCore:
                     return self._step_started(event, now_ns)
                 case TransferFailed():
                     return self._transfer_failed(event, now_ns)
+                case Heard():
+                    raise LocalProtocolError(f"stage {self._shape.stage} has no other members.")
                 case Tick():
                     return self._tick(now_ns)
         except HintError:

@@ -30,6 +30,7 @@ from rrfp_jax.dispatch.core import StageCore
 from rrfp_jax.dispatch.delays import Delays
 from rrfp_jax.dispatch.events import (
     Event,
+    Heard,
     InputArrived,
     KernelFinished,
     StepStarted,
@@ -37,9 +38,10 @@ from rrfp_jax.dispatch.events import (
     TransferFailed,
 )
 from rrfp_jax.dispatch.execution import StageExecution
-from rrfp_jax.dispatch.instructions import Fail, Finish, Launch, Release, Send
+from rrfp_jax.dispatch.instructions import Fail, Finish, Launch, Release, Send, Tell
 from rrfp_jax.dispatch.messages import Bundle
-from rrfp_jax.dispatch.transport import Transport
+from rrfp_jax.dispatch.notes import Note
+from rrfp_jax.dispatch.transport import Mailbox, Transport
 from rrfp_jax.task import Payload, Task
 
 # How often an idle dispatcher lets its core look at the clock.
@@ -54,8 +56,9 @@ class StepFailedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageJob:
-    """One stage's part of a step."""
+    """One stage group's part of a step, in this process."""
 
+    replica: int = 0
     core: StageCore
     execution: StageExecution
 
@@ -66,7 +69,8 @@ class _Stop:
 
 _STOP = _Stop()
 _Item: TypeAlias = "Event | Bundle | BaseException | _Stop"
-_Outcome: TypeAlias = "tuple[int, BaseException | None]"
+# Who is done or has failed, in words, and the error if it has.
+_Outcome: TypeAlias = "tuple[str, BaseException | None]"
 
 
 def run_step(
@@ -80,7 +84,7 @@ def run_step(
     """Runs every task of a step on every stage of this process.
 
     Args:
-      jobs: First stage to last.
+      jobs: Replica by replica, first stage to last.
       transport: Closed; opened for this step.
       delays: What variability to inject.
       step: For messages and delays.
@@ -92,26 +96,33 @@ def run_step(
     """
     outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
     threads = [_StageThreads(job, transport, delays, step, outcomes) for job in jobs]
+    by_place = {stage.place: stage for stage in threads}
 
     def deliver(bundle: Bundle) -> None:
-        threads[bundle.target].post(bundle)
+        by_place[bundle.replica, bundle.target].post(bundle)
 
-    def fail(bundle: Bundle, reason: str) -> None:
-        threads[bundle.target].post(
+    def lose(bundle: Bundle, reason: str) -> None:
+        by_place[bundle.replica, bundle.target].post(
             TransferFailed(payload=bundle.payload, microbatch=bundle.microbatch, reason=reason)
         )
 
-    transport.open(step, deliver, fail)
+    def hear(replica: int, stage: int, note: Note) -> None:
+        by_place[replica, stage].post(Heard(note=note))
+
+    def abort(error: BaseException) -> None:
+        outcomes.put(("another process", error))
+
+    transport.open(step, Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort))
     try:
         # From the last stage: a stage has started before anything can reach it.
         for stage in reversed(threads):
             stage.start()
         num_running, failure = len(threads), None
         while num_running and failure is None:
-            stage_index, error = _outcome(outcomes, threads, stall_timeout_s)
+            who, error = _outcome(outcomes, threads, stall_timeout_s)
             num_running -= 1
             if error is not None:
-                failure = stage_index, error
+                failure = who, error
     finally:
         for stage in threads:
             stage.stop()
@@ -120,12 +131,10 @@ def run_step(
         for stage in threads:
             stage.join(deadline_s)
     if failure is not None:
-        stage_index, error = failure
+        who, error = failure
         now_ns = time.monotonic_ns()
         reports = "\n".join(stage.describe(now_ns) for stage in threads)
-        raise StepFailedError(
-            f"step {step} failed at stage {stage_index}: {error}\n{reports}"
-        ) from error
+        raise StepFailedError(f"step {step} failed at {who}: {error}\n{reports}") from error
 
 
 def _outcome(
@@ -138,11 +147,11 @@ def _outcome(
         try:
             return outcomes.get(timeout=_TICK_S)
         except queue.Empty:
-            for index, stage in enumerate(threads):
+            for stage in threads:
                 task, held_s = stage.launching
                 if task is not None and held_s >= stall_timeout_s:
-                    return index, RuntimeError(
-                        f"stage {index} stalled: the launch of {task} has not returned for "
+                    return stage.name, RuntimeError(
+                        f"{stage.name} stalled: the launch of {task} has not returned for "
                         f"{held_s:.3f} s; it waits for a host callback or for the device."
                     )
 
@@ -160,7 +169,7 @@ class _StageThreads:
     ) -> None:
         self._core = job.core
         self._execution = job.execution
-        self._stage = job.core.shape.stage
+        self._replica, self._stage = job.replica, job.core.shape.stage
         self._transport = transport
         self._delays = delays
         self._step = step
@@ -170,9 +179,21 @@ class _StageThreads:
         self._launching: tuple[Task, int] | None = None
         self._stopped = threading.Event()
         self._threads = [
-            threading.Thread(target=target, name=f"rrfp-{name}-{self._stage}", daemon=True)
+            threading.Thread(
+                target=target, name=f"rrfp-{name}-{self._replica}-{self._stage}", daemon=True
+            )
             for name, target in (("dispatch", self._dispatch), ("wait", self._wait))
         ]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Replica and stage."""
+        return self._replica, self._stage
+
+    @property
+    def name(self) -> str:
+        """The stage group, for people."""
+        return f"stage {self._stage}" + (f" of replica {self._replica}" if self._replica else "")
 
     def start(self) -> None:
         """Starts both threads."""
@@ -221,10 +242,10 @@ class _StageThreads:
                 if isinstance(item, BaseException):
                     raise item
                 if self._handle(item):
-                    self._outcomes.put((self._stage, None))
+                    self._outcomes.put((self.name, None))
                     return
         except BaseException as error:  # every failure ends the step, SystemExit of a hint too
-            self._outcomes.put((self._stage, error))
+            self._outcomes.put((self.name, error))
 
     def _handle(self, item: Event | Bundle) -> bool:
         """Feeds one event to the core and obeys. Returns whether the stage is done."""
@@ -240,6 +261,8 @@ class _StageThreads:
                     self._launch(task)
                 case Send(payload=payload, microbatch=microbatch):
                     self._transport.send(self._bundle(payload, microbatch))
+                case Tell(note=note):
+                    self._transport.tell(self._replica, self._stage, note)
                 case Release(microbatch=microbatch):
                     self._execution.release(microbatch)
                 case Fail(message=message):
@@ -257,9 +280,11 @@ class _StageThreads:
         forward = payload is Payload.ACTIVATION
         return Bundle(
             payload=payload,
+            replica=self._replica,
             source=self._stage,
             target=self._stage + 1 if forward else self._stage - 1,
             microbatch=microbatch,
+            bucket=self._execution.buckets[microbatch],
             arrays=self._execution.take(payload, microbatch),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rrfp_jax.dispatch.notes import Note
 from rrfp_jax.task import Payload, Task
 
 
@@ -52,6 +53,16 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """Another member of the stage group has told something."""
+
+    note: Note
+
+    def __str__(self) -> str:
+        return f"Heard({self.note})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed and nothing has happened."""
 
@@ -59,4 +70,4 @@ class Tick:
         return "Tick"
 
 
-Event: TypeAlias = StepStarted | InputArrived | KernelFinished | TransferFailed | Tick
+Event: TypeAlias = StepStarted | InputArrived | KernelFinished | TransferFailed | Heard | Tick

@@ -47,7 +47,7 @@ class StageExecution:
         measure_memory: bool = False,
     ) -> None:
         self._kernels = kernels
-        self._buckets = buckets
+        self.buckets = buckets
         self._is_last = is_last
         shared: _Spaces = {Space.PARAMETER: [*params], Space.PREPARED: [*prepared]}
         self._held: list[_Spaces | None] = [{**shared, Space.FIELD: [*own]} for own in fields]
@@ -70,7 +70,7 @@ class StageExecution:
         Returns:
           One of its results, which is ready when the kernel is done.
         """
-        kernel = self._kernels[task.kind, self._buckets[task.microbatch]]
+        kernel = self._kernels[task.kind, self.buckets[task.microbatch]]
         held = self._held[task.microbatch]
         assert held is not None, f"{task} was launched after its microbatch was released"
         operands = [held[slot.space][slot.index] for slot in kernel.operands]

@@ -6,7 +6,6 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
@@ -14,7 +13,8 @@ import jax
 
 from rrfp_jax.dispatch.delays import Delays, no_delays
 from rrfp_jax.dispatch.messages import Bundle
-from rrfp_jax.dispatch.transport import Deliver, Fail, Transport
+from rrfp_jax.dispatch.notes import Note
+from rrfp_jax.dispatch.transport import Layout, Mailbox, Transport
 
 # How long `close` waits for a copy that is under way.
 _CLOSE_TIMEOUT_S = 3.0
@@ -28,12 +28,14 @@ class InprocessTransport(Transport):
     waits for a kernel. Bundles leave in the order of their due times, which is the
     order of sending unless delays are injected; with delays they overtake each other
     as they would on a network.
+
+    Args:
+      layout: Where arrays lie on their targets.
+      delays: Variability to inject.
     """
 
-    def __init__(
-        self, placements: Sequence[jax.sharding.Sharding], delays: Delays | None = None
-    ) -> None:
-        self._placements = tuple(placements)
+    def __init__(self, layout: Layout, delays: Delays | None = None) -> None:
+        self._layout = layout
         self._delays = delays or no_delays()
         self._wake = threading.Condition()
         self._due: list[tuple[int, int, Bundle]] = []
@@ -42,13 +44,13 @@ class InprocessTransport(Transport):
         self._step = 0
         self._thread: threading.Thread | None = None
 
-    def open(self, step: int, deliver: Deliver, fail: Fail) -> None:
+    def open(self, step: int, mailbox: Mailbox) -> None:
         """Starts the thread of a step."""
         if self._open:
             raise RuntimeError("a step is under way on this pipeline; run steps one after another.")
         self._open, self._step = True, step
         self._thread = threading.Thread(
-            target=self._carry, args=(deliver, fail), name="rrfp-transport", daemon=True
+            target=self._carry, args=(mailbox,), name="rrfp-transport", daemon=True
         )
         self._thread.start()
 
@@ -62,6 +64,10 @@ class InprocessTransport(Transport):
             heapq.heappush(self._due, (due_ns, next(self._tickets), bundle))
             self._wake.notify()
 
+    def tell(self, replica: int, stage: int, note: Note) -> None:
+        """Never called: inside one process a stage is one program and needs no agreement."""
+        raise RuntimeError(f"stage {stage} lies in this process alone, yet told others: {note}.")
+
     def close(self) -> None:
         """Ends the thread and forgets what it had not delivered."""
         with self._wake:
@@ -72,16 +78,19 @@ class InprocessTransport(Transport):
             self._thread.join(_CLOSE_TIMEOUT_S)
             self._thread = None
 
-    def _carry(self, deliver: Deliver, fail: Fail) -> None:
+    def _carry(self, mailbox: Mailbox) -> None:
         while (bundle := self._next()) is not None:
             try:
-                arrays = jax.device_put(bundle.arrays, self._placements[bundle.target])
+                arrays = jax.device_put(bundle.arrays, self._targets(bundle))
                 for array in arrays:
                     array.block_until_ready()
             except Exception as error:  # reported to the stage that waits for it
-                fail(bundle, f"{type(error).__name__}: {error}")
+                mailbox.lose(bundle, f"{type(error).__name__}: {error}")
                 continue
-            deliver(replace(bundle, arrays=arrays))
+            mailbox.deliver(replace(bundle, arrays=arrays))
+
+    def _targets(self, bundle: Bundle) -> list[jax.sharding.Sharding]:
+        return [self._layout(bundle.replica, bundle.target, a.shape) for a in bundle.arrays]
 
     def _next(self) -> Bundle | None:
         with self._wake:

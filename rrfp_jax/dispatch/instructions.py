@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rrfp_jax.dispatch.notes import Note
 from rrfp_jax.task import Payload, Task
 
 
@@ -27,6 +28,16 @@ class Send:
 
     def __str__(self) -> str:
         return f"send {self.payload.value} {self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send a note to the members of the stage group that it is for."""
+
+    note: Note
+
+    def __str__(self) -> str:
+        return f"tell {self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,4 +68,4 @@ class Fail:
         return f"fail: {self.message}"
 
 
-Instruction: TypeAlias = Launch | Send | Release | Finish | Fail
+Instruction: TypeAlias = Launch | Send | Tell | Release | Finish | Fail

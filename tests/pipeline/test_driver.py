@@ -16,7 +16,7 @@ from rrfp_jax.dispatch.core import StageCore
 from rrfp_jax.dispatch.delays import Delays, no_delays
 from rrfp_jax.dispatch.driver import StageJob, StepFailedError
 from rrfp_jax.dispatch.inprocess import InprocessTransport
-from rrfp_jax.dispatch.transport import Transport
+from rrfp_jax.dispatch.transport import Mailbox, Transport
 from rrfp_jax.hints import load_hint
 from rrfp_jax.task import Kind, StageShape
 
@@ -75,12 +75,15 @@ class Broken(Delays):
 class Interrupting(Transport):
     """Instead of carrying a bundle, interrupts the main thread as Ctrl-C does, when told to."""
 
-    def __init__(self, placements):
-        self._inner = InprocessTransport(placements)
+    def __init__(self, layout):
+        self._inner = InprocessTransport(layout)
         self.interrupts = False
 
-    def open(self, step, deliver, fail):
-        self._inner.open(step, deliver, fail)
+    def open(self, step, mailbox):
+        self._inner.open(step, mailbox)
+
+    def tell(self, replica, stage, note):
+        self._inner.tell(replica, stage, note)
 
     def send(self, bundle):
         if self.interrupts:
@@ -113,8 +116,8 @@ def test_waiter_that_fails_is_told_and_not_taken_for_a_stall():
 def test_interrupt_during_a_step_leaves_no_thread_and_a_good_state():
     transports = []
 
-    def make(placements):
-        transports.append(Interrupting(placements))
+    def make(layout):
+        transports.append(Interrupting(layout))
         return transports[0]
 
     pipeline, state = build(transport=make)
@@ -133,6 +136,7 @@ class Held:
 
     def __init__(self):
         self.may_return = threading.Event()
+        self.buckets = [0]
 
     def launch(self, task):
         assert self.may_return.wait(LIMIT_S)
@@ -156,7 +160,7 @@ def test_launch_that_does_not_return_is_a_stall_of_that_task(monkeypatch):
     with pytest.raises(StepFailedError, match=r"stage 0 stalled: the launch of F0\.0 has not"):
         driver.run_step(
             [StageJob(core=core, execution=held)],
-            InprocessTransport([]),
+            InprocessTransport(lambda *place: None),
             no_delays(),
             step=0,
             stall_timeout_s=0.05,
@@ -168,10 +172,11 @@ def test_launch_that_does_not_return_is_a_stall_of_that_task(monkeypatch):
 
 
 def test_second_step_at_the_same_time_is_refused():
-    transport = InprocessTransport([])
-    transport.open(0, deliver=lambda bundle: None, fail=lambda bundle, reason: None)
+    transport = InprocessTransport(lambda *place: None)
+    mailbox = Mailbox(deliver=print, lose=print, hear=print, abort=print)
+    transport.open(0, mailbox)
     with pytest.raises(RuntimeError, match="one after another"):
-        transport.open(1, deliver=lambda bundle: None, fail=lambda bundle, reason: None)
+        transport.open(1, mailbox)
     transport.close()
 
 

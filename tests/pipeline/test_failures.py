@@ -20,16 +20,19 @@ RNG = jax.random.key(5)
 class Unreliable(Transport):
     """The in-process transport with a fault: `tamper` decides what becomes of a bundle."""
 
-    def __init__(self, placements, tamper):
-        self._inner = InprocessTransport(placements)
+    def __init__(self, layout, tamper):
+        self._inner = InprocessTransport(layout)
         self._tamper = tamper
 
-    def open(self, step, deliver, fail):
-        self._fail = fail
-        self._inner.open(step, deliver, fail)
+    def open(self, step, mailbox):
+        self._fail = mailbox.lose
+        self._inner.open(step, mailbox)
 
     def send(self, bundle):
         self._tamper(bundle, self._inner.send, self._fail)
+
+    def tell(self, replica, stage, note):
+        self._inner.tell(replica, stage, note)
 
     def close(self):
         self._inner.close()
@@ -43,7 +46,7 @@ def build(tamper, **options):
         optax.adam(1e-2),
         buckets=microbatches(1),
         evaluation=False,
-        transport=lambda placements: Unreliable(placements, tamper),
+        transport=lambda layout: Unreliable(layout, tamper),
         **options,
     )
     return toy, pipeline, pipeline.init(RNG)
