@@ -176,10 +176,25 @@ class DataConfig(Section):
 
 
 class MeshConfig(Section):
-    """How devices are used."""
+    """How devices are used: replicas x stages x data x tensor of them, over all processes."""
 
     stages: Count = 4
-    """Pipeline stages, one device each."""
+    """Stages of a pipeline."""
+
+    replicas: Count = 1
+    """Copies of the pipeline, each with its own microbatches and its own order; their
+    gradients are summed once a step."""
+
+    data: Count = 1
+    """Devices of a stage that share out the rows of a microbatch."""
+
+    tensor: Count = 1
+    """Devices of a stage that share out its parameters."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the job."""
+        return self.stages * self.replicas * self.data * self.tensor
 
 
 class ScheduleConfig(Section):
@@ -192,7 +207,7 @@ class ScheduleConfig(Section):
     """Run the best-ranked ready task, or wait for the hint's own order."""
 
     microbatches: Count = 8
-    """Microbatches of a step."""
+    """Microbatches of a step, for each replica."""
 
     activation_budget: Budget = ActivationBudget(multiple=2.0)
     """What admitted microbatches may hold on a stage: a multiple of what 1F1B holds
@@ -203,6 +218,10 @@ class ScheduleConfig(Section):
 
     deterministic: bool = True
     """Accumulate gradients in microbatch order: bitwise the same whatever the timing."""
+
+    agreement: Literal["leader", "allgather"] = "leader"
+    """How processes that share a stage choose its next task, where its kernels hold
+    collectives between them: one of them leads, or all propose until they agree."""
 
     stall_timeout_s: Positive = 120.0
     """A stage that hears nothing for so long fails with a report; above what a kernel takes."""
@@ -244,6 +263,10 @@ class OptimizerConfig(Section):
     max_grad_norm: Positive | None = 1.0
     """Clip the whole gradient, over all stages, to this 2-norm; null for no clipping."""
 
+    shard_over_replicas: bool = False
+    """Keep a part of the optimizer's state on each replica instead of all of it on every
+    one (ZeRO stage 1); the updates are the same."""
+
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
         if self.name == "adam" and self.weight_decay:
@@ -264,6 +287,23 @@ class TrainConfig(Section):
 
     max_skipped: Index = 5
     """Stop after more skipped steps in a row than this."""
+
+
+class TransportConfig(Section):
+    """How the processes of a job talk."""
+
+    security: Literal["curve", "none"] = "curve"
+    """Encrypt and authenticate messages between processes, with keys made for each job; none
+    is faster, for a network on which nobody else is."""
+
+    peer_timeout_s: Positive = 20.0
+    """A process that is not heard of for so long is given up, and the job with it."""
+
+    start_timeout_s: Positive = 120.0
+    """How long processes wait for each other to start."""
+
+    compile_timeout_s: Positive = 1800.0
+    """How long processes wait for each other to compile."""
 
 
 class VariabilityConfig(Section):
@@ -303,6 +343,9 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     """For how long."""
 
+    transport: TransportConfig = TransportConfig()
+    """Through which messages, where there are several processes."""
+
     variability: VariabilityConfig = VariabilityConfig()
     """Under which injected delays."""
 
@@ -322,9 +365,24 @@ class RunConfig(Section):
                 f"train.steps={self.train.steps}; give for example "
                 f"optimizer.warmup_steps={self.train.steps // 10}"
             )
+        self._check_mesh()
         if self.model.vocab_size < 256:
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} must be at least 256 for byte-level "
                 "text (data.kind=stdlib_text)"
             )
         return self
+
+    def _check_mesh(self) -> None:
+        tensor, data, model = self.mesh.tensor, self.mesh.data, self.model
+        for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
+            if getattr(model, name) % tensor:
+                raise ValueError(
+                    f"model.{name}={getattr(model, name)} must be a multiple of "
+                    f"mesh.tensor={tensor}, over which the model's parameters are shared out"
+                )
+        if self.data.rows_per_microbatch % data:
+            raise ValueError(
+                f"data.rows_per_microbatch={self.data.rows_per_microbatch} must be a multiple of "
+                f"mesh.data={data}, over which rows are shared out"
+            )

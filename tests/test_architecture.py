@@ -17,6 +17,7 @@ ROOMS = [
     "config",
     "config_file",
     "config_docs",
+    "job",
     "topology",
     "stages",
     "hints",
