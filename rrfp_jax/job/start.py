@@ -1,0 +1,153 @@
+"""Starts the processes of a job, and ends them in good order.
+
+    with start_job() as job:
+        pipeline = Pipeline(..., job=job)
+
+In one process nothing is started. In several, they meet (`rrfp_jax.job.rendezvous`),
+`jax.distributed` is initialised, and the post between them is opened. Left without an error,
+the block waits for the others, so that nobody is taken for dead; left with one, it tells
+them and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import ipaddress
+import logging
+import os
+import platform
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import jax
+
+from rrfp_jax.job.errors import JobError, lost_process
+from rrfp_jax.job.launcher import LaunchPlan, plan_launch
+from rrfp_jax.job.post import Post, PostOptions
+from rrfp_jax.job.rendezvous import rendezvous
+from rrfp_jax.job.store import JobStore
+
+_log = logging.getLogger("rrfp_jax")
+
+# How long a process that is done waits for the others to be done.
+_END_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The processes that train together, seen from one of them.
+
+    Attributes:
+      process_index: Of this process.
+      num_processes: Of the job.
+      run_id: The same in all of them, new for each start; empty for one process.
+      post: The messages between them; None for one process.
+    """
+
+    process_index: int = 0
+    num_processes: int = 1
+    run_id: str = ""
+    post: Post | None = None
+
+    def __enter__(self) -> Self:
+        """Nothing: the job has been started."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the job: together, or by telling the others why not."""
+        if self.post is None:
+            return
+        if error is not None:
+            words = str(error) or type(error).__name__
+            self.post.abort(words, lost_process(error))
+            self.post.close()
+            return
+        self.post.gather("the end of the job", b"", _END_TIMEOUT_S)
+        self.post.close()
+        jax.distributed.shutdown()
+
+
+def start_job(
+    plan: LaunchPlan | None = None,
+    options: PostOptions | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> Job:
+    """Starts this process's part of a job. Before anything else of jax is used.
+
+    Args:
+      plan: Which process this is; by default what the launcher's variables say.
+      options: How the processes talk.
+      facts: What has to be the same in all of them, beside the versions of jax.
+
+    Raises:
+      JobError: A process is missing or does not fit, or a port cannot be had.
+      ValueError: The launcher's variables make no sense.
+    """
+    plan = plan_launch(os.environ) if plan is None else plan
+    options = options or PostOptions()
+    if plan.num_processes == 1:
+        return Job()
+    host, port = plan.address
+    run_id = rendezvous(plan, {**_versions(), **(facts or {})}, options.start_timeout_s)
+    try:
+        with _without_proxies():
+            jax.distributed.initialize(
+                coordinator_address=f"{host}:{port}",
+                num_processes=plan.num_processes,
+                process_id=plan.process_index,
+                initialization_timeout=max(1, int(options.start_timeout_s)),
+                coordinator_bind_address=f"{host}:{port}",
+            )
+    except RuntimeError as error:
+        raise JobError(f"jax.distributed did not start at {host}:{port}: {error}") from error
+    post = Post.open(
+        process_index=plan.process_index,
+        num_processes=plan.num_processes,
+        host=reachable_host(host, port),
+        store=JobStore(f"rrfp/{run_id}"),
+        options=options,
+    )
+    return Job(
+        process_index=plan.process_index,
+        num_processes=plan.num_processes,
+        run_id=run_id,
+        post=post,
+    )
+
+
+def reachable_host(coordinator_host: str, port: int) -> str:
+    """The address of this process on the network on which the coordinator is."""
+    family, _, _, _, address = socket.getaddrinfo(coordinator_host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # chooses a route; sends nothing
+        host: str = probe.getsockname()[0]
+    return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+
+
+@contextlib.contextmanager
+def _without_proxies() -> Iterator[None]:
+    """A proxy is for the world outside; gRPC would send what is for the coordinator there."""
+    hidden = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
