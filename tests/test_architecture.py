@@ -23,8 +23,8 @@ ROOMS = [
     "hints",
     "dispatch",
     "sim",
-    "step",
     "schedule",
+    "step",
     "models",
     "data",
     "pipeline",
@@ -35,7 +35,18 @@ ROOMS = [
 ]
 IMPURE = {"jax", "jaxlib", "threading", "time", "socket", "logging", "queue", "asyncio", "random"}
 # At the edge of the dispatcher: they own threads, clocks and devices.
-EDGE = {"delays", "messages", "transport", "inprocess", "network", "driver", "execution"}
+EDGE = {
+    "delays",
+    "driver",
+    "execution",
+    "inprocess",
+    "messages",
+    "moves",
+    "network",
+    "pieces",
+    "routes",
+    "transport",
+}
 
 
 def imported_modules(path):

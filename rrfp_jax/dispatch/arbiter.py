@@ -29,6 +29,18 @@ class Arbiter(abc.ABC):
         """Takes out the task to launch now; None if no ready task may run."""
 
     @abc.abstractmethod
+    def best(self) -> Task | None:
+        """What `take` would give, left where it is."""
+
+    @abc.abstractmethod
+    def may_run(self, task: Task) -> bool:
+        """Whether a task is ready and may be launched now, though others rank better."""
+
+    @abc.abstractmethod
+    def remove(self, task: Task) -> None:
+        """Takes out a task that may run."""
+
+    @abc.abstractmethod
     def waits_for(self) -> Task | None:
         """The one task that has to come next, if there is no choice."""
 
@@ -81,8 +93,21 @@ class ReadinessArbiter(Arbiter):
                 best, best_lane = entry, lane
         if best is None or best_lane is None:
             return None
-        best_lane.remove(best)
+        best_lane.remove(best[1])
         return best[3]
+
+    def best(self) -> Task | None:
+        """The best of the lanes' best."""
+        entries = [entry for lane in self._lanes.values() if (entry := lane.best()) is not None]
+        return min(entries)[3] if entries else None
+
+    def may_run(self, task: Task) -> bool:
+        """Whether its lane holds it and lets it go."""
+        return self._lanes[task.kind].may_run(task.microbatch)
+
+    def remove(self, task: Task) -> None:
+        """Takes it out of its lane."""
+        self._lanes[task.kind].remove(task.microbatch)
 
     def waits_for(self) -> Task | None:
         """Any task may be next."""
@@ -108,12 +133,24 @@ class FixedOrderArbiter(Arbiter):
 
     def take(self) -> Task | None:
         """Takes out the next task of the order if it is ready."""
+        task = self.best()
+        if task is not None:
+            self.remove(task)
+        return task
+
+    def best(self) -> Task | None:
+        """The next task of the order if it is ready."""
         task = self.waits_for()
-        if task is None or task not in self._ready:
-            return None
+        return task if task in self._ready else None
+
+    def may_run(self, task: Task) -> bool:
+        """Whether it is next and ready."""
+        return task == self.best()
+
+    def remove(self, task: Task) -> None:
+        """Takes it out; the one after it is next."""
         self._ready.remove(task)
         self._num_taken += 1
-        return task
 
     def waits_for(self) -> Task | None:
         """The next task of the order; None after the last."""

@@ -8,6 +8,9 @@ state, and time is an argument. The state is in four parts, each with one job:
     Arbiter     of the tasks that are ready and may run, which is next
     Ledger      when everything happened, and what is in flight
 
+and, where a stage lies in several processes, a fifth between the tasks that are ready here
+and the Arbiter: their Agreement (see `rrfp_jax.dispatch.agreement`).
+
 An event changes Readiness, and the tasks that it makes ready go to the Arbiter. Then,
 while fewer than ``1 + launch_ahead`` kernels are in flight, the core launches what the
 Arbiter picks; a launch may make further tasks of the same stage ready. So a choice is
@@ -17,6 +20,7 @@ between two events there is never a free place in the queue and a task to fill i
     StepStarted     stage 0: all F ready                     -> launches
     InputArrived    F, or the first backward task, ready     -> launches
     KernelFinished  a place is free          -> send, release, launches, finish
+    Heard           another member has told something        -> tell, launches
     TransferFailed                                           -> fail
     Tick            nothing heard for too long               -> fail with a report
 
@@ -29,8 +33,8 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from rrfp_jax.dispatch.admission import Admission
+from rrfp_jax.dispatch.agreement import Agreement, Alone
 from rrfp_jax.dispatch.arbiter import Policy, make_arbiter
-from rrfp_jax.dispatch.errors import LocalProtocolError
 from rrfp_jax.dispatch.events import (
     Event,
     Heard,
@@ -41,7 +45,7 @@ from rrfp_jax.dispatch.events import (
     TransferFailed,
 )
 from rrfp_jax.dispatch.guard import Guard, Phase
-from rrfp_jax.dispatch.instructions import Fail, Finish, Instruction, Launch, Release, Send
+from rrfp_jax.dispatch.instructions import Fail, Finish, Instruction, Launch, Release, Send, Tell
 from rrfp_jax.dispatch.ledger import Ledger, TaskTimes
 from rrfp_jax.dispatch.readiness import Readiness
 from rrfp_jax.dispatch.report import StageReport
@@ -68,6 +72,7 @@ class StageCore:
       launch_ahead: Kernels queued behind the running one.
       deterministic: Run W by microbatch.
       stall_timeout_ns: With nothing heard for so long, fail; above what a kernel takes.
+      agreement: With the other members of the stage group; alone by default.
 
     Raises:
       ValueError: An argument is out of range, or the order is not one to keep.
@@ -83,6 +88,7 @@ class StageCore:
         launch_ahead: int,
         deterministic: bool,
         stall_timeout_ns: int,
+        agreement: Agreement | None = None,
     ) -> None:
         if launch_ahead < 0:
             raise ValueError(f"launch_ahead must be 0 or more kernels, got {launch_ahead}.")
@@ -101,9 +107,15 @@ class StageCore:
         self._arbiter = make_arbiter(
             policy, self._view, shape, self._admission, deterministic=deterministic
         )
-        self._report = StageReport(*parts, self._arbiter)
+        self._agreement = agreement or Alone()
+        self._report = StageReport(*parts, self._arbiter, self._agreement)
         self._guard = Guard(
-            shape, self._num_microbatches, self._readiness, self._ledger, self._report
+            shape,
+            self._num_microbatches,
+            self._readiness,
+            self._ledger,
+            self._report,
+            is_shared=self._agreement.num_members > 1,
         )
         self._phase = Phase.WAITING
         self._now_ns = self._heard_ns = _BEFORE_ALL_NS
@@ -136,7 +148,7 @@ class StageCore:
 
     @property
     def duplicates(self) -> int:
-        """Arrivals that had been here before, and failures of such."""
+        """Arrivals and notes that had been here before, and failures of such."""
         return self._duplicates
 
     @property
@@ -187,7 +199,7 @@ class StageCore:
                 case TransferFailed():
                     return self._transfer_failed(event, now_ns)
                 case Heard():
-                    raise LocalProtocolError(f"stage {self._shape.stage} has no other members.")
+                    return self._other_heard(event, now_ns)
                 case Tick():
                     return self._tick(now_ns)
         except HintError:
@@ -210,6 +222,15 @@ class StageCore:
         self._heard(now_ns)
         self._ledger.arrived(payload, microbatch, now_ns)
         self._became_ready(self._readiness.arrive(payload, microbatch), now_ns)
+        told = self._agreement.arrived(payload, microbatch)
+        return [*(Tell(note=note) for note in told), *self._launches(now_ns)]
+
+    def _other_heard(self, event: Heard, now_ns: int) -> list[Instruction]:
+        self._guard.check_heard(event, self._phase)
+        if self._phase is Phase.FINISHED or not self._agreement.hear(event.note, self._arbiter):
+            self._duplicates += 1
+            return []
+        self._heard(now_ns)
         return self._launches(now_ns)
 
     def _kernel_finished(self, event: KernelFinished, now_ns: int) -> list[Instruction]:
@@ -268,13 +289,14 @@ class StageCore:
     def _became_ready(self, tasks: Sequence[Task], now_ns: int) -> None:
         for task in tasks:
             self._ledger.became_ready(task, now_ns)
-            self._arbiter.add(task)
+            self._agreement.became_ready(task, self._arbiter, self._shape)
 
     def _launches(self, now_ns: int) -> list[Instruction]:
         """Fills the places in the device's queue."""
         instructions: list[Instruction] = []
         while len(self._ledger.in_flight) < self._most_in_flight:
-            task = self._arbiter.take()
+            task, told = self._agreement.next(self._arbiter)
+            instructions += [Tell(note=note) for note in told]
             if task is None:
                 break
             if task.kind is Kind.F:

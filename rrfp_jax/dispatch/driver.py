@@ -114,8 +114,7 @@ def run_step(
 
     transport.open(step, Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort))
     try:
-        # From the last stage: a stage has started before anything can reach it.
-        for stage in reversed(threads):
+        for stage in threads:
             stage.start()
         num_running, failure = len(threads), None
         while num_running and failure is None:
@@ -175,6 +174,8 @@ class _StageThreads:
         self._step = step
         self._outcomes = outcomes
         self._events: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        # Before anything that another stage or process may have to say.
+        self._events.put(StepStarted())
         self._launched: queue.SimpleQueue[tuple[Task, jax.Array] | _Stop] = queue.SimpleQueue()
         self._launching: tuple[Task, int] | None = None
         self._stopped = threading.Event()
@@ -197,7 +198,6 @@ class _StageThreads:
 
     def start(self) -> None:
         """Starts both threads."""
-        self._events.put(StepStarted())
         for thread in self._threads:
             thread.start()
 

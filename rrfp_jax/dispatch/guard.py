@@ -6,7 +6,7 @@ import enum
 from typing import NoReturn, final
 
 from rrfp_jax.dispatch.errors import LocalProtocolError, RemoteProtocolError
-from rrfp_jax.dispatch.events import Event, InputArrived, TransferFailed
+from rrfp_jax.dispatch.events import Event, Heard, InputArrived, TransferFailed
 from rrfp_jax.dispatch.ledger import Ledger
 from rrfp_jax.dispatch.readiness import Readiness
 from rrfp_jax.dispatch.report import StageReport
@@ -38,12 +38,15 @@ class Guard:
         readiness: Readiness,
         ledger: Ledger,
         report: StageReport,
+        *,
+        is_shared: bool,
     ) -> None:
         self._shape = shape
         self._num_microbatches = num_microbatches
         self._readiness = readiness
         self._ledger = ledger
         self._report = report
+        self._is_shared = is_shared
 
     def check_time(self, event: Event, last_ns: int, now_ns: int) -> None:
         """Refuses what comes before what has been."""
@@ -67,12 +70,19 @@ class Guard:
                 event, f"the step has microbatches 0 to {self._num_microbatches - 1}"
             )
         forward = self._readiness.chain(microbatch)[0]
-        if payload is Payload.GRADIENT and forward not in self._ledger.times:
+        # Of a group with several members, another one may have sent the activation before.
+        early = not self._is_shared and forward not in self._ledger.times
+        if payload is Payload.GRADIENT and early:
             self._refuse_remote(
                 event,
                 f"a gradient cannot come before {forward} has finished"
                 f"{self._story(forward, now_ns)}",
             )
+
+    def check_heard(self, event: Heard, phase: Phase) -> None:
+        """Refuses what is heard before the step has begun."""
+        if phase is Phase.WAITING:
+            self._refuse(event, f"the step {phase.value}")
 
     def check_finished(self, event: Event, task: Task, now_ns: int) -> None:
         """Refuses the end of a task that is not first in flight."""

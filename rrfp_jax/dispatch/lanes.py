@@ -32,28 +32,44 @@ class Lane(abc.ABC):
         """The lowest entry of those that may run now."""
 
     @abc.abstractmethod
-    def remove(self, entry: Entry) -> None:
-        """Takes out what `best` has just given."""
+    def may_run(self, microbatch: int) -> bool:
+        """Whether the entry of a microbatch is here and may run now."""
+
+    @abc.abstractmethod
+    def remove(self, microbatch: int) -> None:
+        """Takes out an entry that may run."""
 
 
 @final
 class HeapLane(Lane):
-    """All may run, in the order of their ranks."""
+    """All may run, in the order of their ranks.
+
+    One may be taken from the middle of the heap; what the heap still has of it is dropped
+    when it comes to the top.
+    """
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
+        self._waiting: set[int] = set()
 
     def push(self, entry: Entry) -> None:
         """Adds a task."""
+        self._waiting.add(entry[1])
         heapq.heappush(self._heap, entry)
 
     def best(self) -> Entry | None:
         """The lowest entry."""
+        while self._heap and self._heap[0][1] not in self._waiting:
+            heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
-    def remove(self, entry: Entry) -> None:
-        """Takes out the lowest entry."""
-        heapq.heappop(self._heap)
+    def may_run(self, microbatch: int) -> bool:
+        """Whether it is here."""
+        return microbatch in self._waiting
+
+    def remove(self, microbatch: int) -> None:
+        """Takes out an entry, wherever it is in the heap."""
+        self._waiting.remove(microbatch)
 
 
 @final
@@ -72,9 +88,13 @@ class SequenceLane(Lane):
         """The entry of the next microbatch, if it is ready."""
         return self._waiting.get(self._next)
 
-    def remove(self, entry: Entry) -> None:
+    def may_run(self, microbatch: int) -> bool:
+        """Whether it is the next one, and here."""
+        return microbatch == self._next and microbatch in self._waiting
+
+    def remove(self, microbatch: int) -> None:
         """Takes it out; the microbatch after it is next."""
-        del self._waiting[self._next]
+        del self._waiting[microbatch]
         self._next += 1
 
 
@@ -112,6 +132,11 @@ class AdmissionLane(Lane):
                     best = heap[0]
         return best
 
-    def remove(self, entry: Entry) -> None:
+    def may_run(self, microbatch: int) -> bool:
+        """Whether it is here and fits, or is the oldest."""
+        fits = self._admission.has_room(self._admission.bytes_of(microbatch))
+        return microbatch in self._waiting and (fits or microbatch == self._admission.oldest)
+
+    def remove(self, microbatch: int) -> None:
         """Takes out an entry, wherever it is in its heap."""
-        del self._waiting[entry[1]]
+        del self._waiting[microbatch]

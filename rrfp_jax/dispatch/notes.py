@@ -38,14 +38,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Every member to every other: what I would launch in this round; None for nothing."""
+    """Every member to every other: what I would launch in this round."""
 
     member: int
     round: int
-    task: Task | None
+    task: Task
 
     def __str__(self) -> str:
-        return f"member {self.member} proposes {self.task or 'nothing'} in round {self.round}"
+        return f"member {self.member} proposes {self.task} in round {self.round}"
 
 
 Note: TypeAlias = Ready | Decision | Proposal

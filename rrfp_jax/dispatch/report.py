@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import final
 
 from rrfp_jax.dispatch.admission import Admission
+from rrfp_jax.dispatch.agreement import Agreement
 from rrfp_jax.dispatch.arbiter import Arbiter
 from rrfp_jax.dispatch.ledger import Ledger
 from rrfp_jax.dispatch.readiness import Readiness
@@ -31,6 +32,7 @@ class StageReport:
         admission: Admission,
         ledger: Ledger,
         arbiter: Arbiter,
+        agreement: Agreement,
     ) -> None:
         self._shape = shape
         self._num_microbatches = num_microbatches
@@ -38,12 +40,15 @@ class StageReport:
         self._admission = admission
         self._ledger = ledger
         self._arbiter = arbiter
+        self._agreement = agreement
 
     def describe(self, now_ns: int) -> str:
         """What is done, what the stage waits for and who owes it, and the oldest task's story."""
         lines = [self._progress()]
         if owed := list(self._owed()):
             lines.append("  waits for " + "; ".join(owed))
+        if others := self._agreement.waits_for():
+            lines.append(f"  to agree it waits for {others}")
         if turn := self._arbiter.waits_for():
             lines.append(f"  next in the fixed order is {turn}")
         if ready := list(self._ready()):

@@ -46,7 +46,7 @@ def test_lane_gives_the_best_forward_that_fits_or_the_oldest(sizes, budget, data
             case "enter":
                 if (entry := lane.best()) is None:
                     continue
-                lane.remove(entry)
+                lane.remove(entry[1])
                 admission.admit(entry[1])
                 inside.append(entry[1])
                 del waiting[entry[1]]
