@@ -12,50 +12,49 @@ weight, the norm and the decision to skip a non-finite step need every stage.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.sharding import Mesh, Sharding
 
 from rrfp_jax.budget import ActivationBudget
-from rrfp_jax.dispatch.core import TaskTimes
 from rrfp_jax.dispatch.delays import Delays, no_delays
-from rrfp_jax.dispatch.driver import StageJob, run_step
-from rrfp_jax.dispatch.execution import StageExecution
 from rrfp_jax.dispatch.inprocess import InprocessTransport
+from rrfp_jax.dispatch.network import NetworkTransport
 from rrfp_jax.dispatch.transport import Layout, Transport
+from rrfp_jax.job.start import Job
 from rrfp_jax.schedule import Schedule
+from rrfp_jax.stages.arrays import array_digest
 from rrfp_jax.stages.buckets import Buckets
-from rrfp_jax.stages.compile import Progress, StageKernels, compile_stages
-from rrfp_jax.stages.inputs import LossFn, place_fields, plan_loss
+from rrfp_jax.stages.compile import Programs, Progress, compile_programs
+from rrfp_jax.stages.initial import compile_initial
+from rrfp_jax.stages.inputs import LossFn, plan_loss
+from rrfp_jax.stages.partition_specs import partition_specs
 from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY, REMAT_POLICIES
 from rrfp_jax.stages.separable import check_separable
-from rrfp_jax.stages.state import init_stage
-from rrfp_jax.stages.update import Accumulators, GradientNorm, Updater
+from rrfp_jax.stages.state import parameter_names
+from rrfp_jax.stages.wide import wide_specs
 from rrfp_jax.step import EvalMetrics, Gradients, PipelineState, StepMetrics
-from rrfp_jax.task import Task
-from rrfp_jax.topology import lay_out_mesh
+from rrfp_jax.step.meeting import Meeting
+from rrfp_jax.step.post_meeting import meet
+from rrfp_jax.step.tasks import Accumulators, TaskResults, TaskRunner
+from rrfp_jax.step.update import GradientNorm, Updater
+from rrfp_jax.topology import Topology, lay_out_mesh
 
 _log = logging.getLogger("rrfp_jax")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    loss_sum: float
-    weight: float
-    accumulators: Accumulators
-    times: Mapping[Task, TaskTimes]
-    peak_held_bytes: tuple[int, ...]
-    peak_live_bytes: tuple[int, ...]
+# The end of a step waits for other processes as long as so many stalls take.
+_STEP_END_STALLS = 10
 
 
 class Pipeline:
@@ -69,8 +68,17 @@ class Pipeline:
       optimizer: An optax transformation that treats every parameter by itself; each
         stage runs it on its own. Clip with `max_grad_norm`, not in the optimizer.
       buckets: One example microbatch (arrays or shapes) for each padded shape.
-      mesh: A mesh with the axis ``stage``, or devices, first stage to last. By default
-        the first local devices; a loss without a marker needs its one device named.
+      mesh: A mesh with the axis ``stage``, and ``replica``, ``data`` and ``tensor`` if
+        wanted; or devices, first stage to last. By default the first devices of the job;
+        a loss without a marker needs its one device named.
+      job: From `start_job`, where there are several processes. Each runs the stages of its
+        own devices, and all make the same calls with the same microbatches.
+      param_specs: A pytree of `jax.sharding.PartitionSpec` for the parameters, or a prefix of
+        one, over the axes ``data`` and ``tensor``. By default what Flax's partitioning
+        metadata say, and whole parameters where there are none.
+      axis_rules: From the axis names in the metadata to mesh axes, or to None.
+      shard_over_replicas: Keep a part of the optimizer's state on each replica instead of all
+        of it on every one.
       hint: A shipped hint's name, ``module:object``, or a `Hint`: what runs first of
         what is ready.
       mode: ``readiness`` runs the best-ranked ready task; ``fixed`` waits for the
@@ -80,13 +88,16 @@ class Pipeline:
       launch_ahead: Kernels queued behind the running one.
       deterministic: Accumulate in microbatch order: bitwise the same parameters
         whatever the timing.
+      agreement: How processes that share a stage choose its next task, where its kernels
+        hold collectives between them: ``leader`` or ``allgather``.
       max_grad_norm: Clip the whole gradient to this 2-norm; None for no clipping.
       remat: Which values F saves: a key of `rrfp_jax.stages.remat.REMAT_POLICIES`.
       evaluation: Whether to compile what `eval_step` needs.
       stall_timeout_s: A stage that hears nothing for this long fails with a report.
+      compile_timeout_s: How long processes wait for each other to compile.
       delays: Variability to inject.
       transport: Makes the transport from where arrays lie that cross between stages; by
-        default copies between the devices of this process.
+        default copies between devices of this process, messages between processes.
       measure_memory: Report `StepMetrics.peak_live_bytes`; costs host time per launch.
 
     Raises:
@@ -101,16 +112,22 @@ class Pipeline:
         optimizer: optax.GradientTransformation,
         *,
         buckets: Sequence[Any],
-        mesh: jax.sharding.Mesh | Sequence[jax.Device] | None = None,
+        mesh: Topology | Mesh | Sequence[jax.Device] | None = None,
+        job: Job | None = None,
+        param_specs: Any = None,
+        axis_rules: Mapping[str, str | None] | None = None,
+        shard_over_replicas: bool = False,
         hint: Any = "bfw",
         mode: str = "readiness",
         activation_budget: ActivationBudget | str | int = "2.0x",
         launch_ahead: int = 1,
         deterministic: bool = True,
+        agreement: str = "leader",
         max_grad_norm: float | None = None,
         remat: str = DEFAULT_REMAT_POLICY,
         evaluation: bool = True,
         stall_timeout_s: float = 120.0,
+        compile_timeout_s: float = 1800.0,
         delays: Delays | None = None,
         transport: Callable[[Layout], Transport] | None = None,
         measure_memory: bool = False,
@@ -122,21 +139,21 @@ class Pipeline:
                 f"max_grad_norm must be above 0, or None for no clipping, got {max_grad_norm}."
             )
         self._init_fn = init_fn
-        self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self._delays = delays or no_delays()
         self._stall_timeout_s = stall_timeout_s
+        self._compile_timeout_s = compile_timeout_s
         self._buckets = Buckets(buckets)
         self._plans = plan_loss(loss_fn, init_fn, self._buckets, remat, evaluation=evaluation)
         _warn_of_unsplit_loops(self._plans)
         self._topology = lay_out_mesh(mesh, len(self._plans))
-        self._placements = [group.replicated for group in self._topology.groups]
         self._schedule = Schedule(
             hint=hint,
             mode=mode,
             activation_budget=activation_budget,
             launch_ahead=launch_ahead,
             deterministic=deterministic,
+            agreement=agreement,
             stall_timeout_s=stall_timeout_s,
             shapes=[plan.shape for plan in self._plans],
             largest_bytes=[
@@ -144,19 +161,27 @@ class Pipeline:
                 for plan in self._plans
             ],
         )
-        shapes = jax.eval_shape(init_fn, jax.random.key(0))
+        params = jax.eval_shape(init_fn, jax.random.key(0))
         check_separable(
             optimizer,
-            shapes,
+            params,
             [[plan.partition.leaves[i] for i in plan.partition.trained] for plan in self._plans],
+        )
+        self._specs = wide_specs(
+            self._plans,
+            self._topology,
+            partition_specs(params, param_specs, axis_rules or {}, self._topology.shared_axes),
+            optimizer,
+            shards_optimizer=shard_over_replicas,
         )
         self._evaluates = evaluation
         self._measure_memory = measure_memory
-        self._transport = (
-            transport(self._layout) if transport else InprocessTransport(self._layout, self._delays)
+        self._meeting, self._transport = _connect(
+            job, self._topology, self._layout, self._delays, stall_timeout_s
         )
-        self._kernels: tuple[StageKernels, ...] = ()
-        self._updater: Updater | None = None
+        if transport is not None:
+            self._transport = transport(self._layout)
+        self._programs: Programs | None = None
         self._accumulators: Accumulators | None = None
 
     @property
@@ -170,9 +195,25 @@ class Pipeline:
         return self._plans
 
     @property
-    def kernels(self) -> tuple[StageKernels, ...]:
-        """The compiled stages; empty before `compile`."""
-        return self._kernels
+    def programs(self) -> Programs:
+        """What this process has compiled.
+
+        Raises:
+          ValueError: Nothing yet.
+        """
+        if self._programs is None:
+            raise ValueError("the pipeline has not been compiled; call `init` first.")
+        return self._programs
+
+    @property
+    def topology(self) -> Topology:
+        """Which devices run which stage."""
+        return self._topology
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where the processes meet."""
+        return self._meeting
 
     @property
     def schedule(self) -> Schedule:
@@ -185,31 +226,49 @@ class Pipeline:
         Args:
           progress: Called as ``progress(done, total, what)``.
         """
-        if self._kernels:
+        if self._programs is not None:
             return
-        self._kernels = compile_stages(
+        local = self._topology.local_stages
+        self._programs = programs = compile_programs(
             self._plans,
-            self._placements,
-            self._optimizer,
+            self._topology.local_groups,
+            {stage: self._specs[stage] for stage in local},
             num_threads=os.cpu_count() or 1,
             progress=progress,
         )
-        self._updater = Updater(self._plans, self._kernels)
+        self._updater = Updater(self._plans, self._specs, programs, self._meeting)
+        self._tasks = TaskRunner(
+            self._plans,
+            self._topology,
+            programs,
+            self._schedule,
+            self._transport,
+            self._delays,
+            self._meeting,
+            stall_timeout_s=self._stall_timeout_s,
+            measure_memory=self._measure_memory,
+        )
 
     def init(self, rng: jax.Array) -> PipelineState:
         """Compiles if that has not been done, and materialises every stage's parameters.
 
         Args:
           rng: A key. Parameters are those of ``jax.jit(init_fn)(rng)`` bit for bit.
+
+        Raises:
+          JobError: Another process did not come so far in time.
         """
         self.compile()
         if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
             rng = jax.random.wrap_key_data(rng)
+        initial = {
+            stage: compile_initial(self._init_fn, self._plans[stage], self._specs[stage], rng)
+            for stage in self._topology.local_stages
+        }
+        # Nothing runs on devices of several processes before all of them are here.
+        self._meeting.gather("the end of compiling", None, self._compile_timeout_s)
         return PipelineState(
-            stages=tuple(
-                init_stage(self._init_fn, self._optimizer, plan.partition, placement, rng)
-                for plan, placement in zip(self._plans, self._placements, strict=True)
-            ),
+            stages={stage: materialise() for stage, materialise in initial.items()},
             step=0,
             updates=0,
         )
@@ -234,28 +293,27 @@ class Pipeline:
         """
         started_ns = time.monotonic_ns()
         result = self._run(state, microbatches)
-        updater = self._require_updater()
-        scale, norm = _reduce(updater, result)
+        scale, norm = self._reduce(result)
         skipped = _skip_reason(result, norm.not_finite)
         step = state.step + 1
         if skipped is None:
             if self._max_grad_norm is not None:
                 scale *= min(1.0, self._max_grad_norm / max(norm.value, 1e-38))
-            stages = updater.apply(state.stages, result.accumulators, scale)
+            stages = self._updater.apply(state.stages, result.accumulators, scale)
             state = PipelineState(stages=stages, step=step, updates=state.updates + 1)
             self._accumulators = result.accumulators
         else:
             state = replace(state, step=step)
         elapsed_ns = time.monotonic_ns() - started_ns
-        busy_ns = sum(when.finished_ns - when.started_ns for when in result.times.values())
         return state, StepMetrics(
             step=step,
-            loss=result.loss_sum / result.weight if result.weight else math.nan,
+            loss=_mean_loss(result),
             weight=result.weight,
             grad_norm=norm.value,
             skipped=skipped,
             step_time_s=elapsed_ns / 1e9,
-            busy_fraction=busy_ns / (self.num_stages * elapsed_ns),
+            busy_fraction=result.busy_ns / (len(self._topology.groups) * elapsed_ns),
+            num_microbatches=len(microbatches),
             times=result.times,
             peak_held_bytes=result.peak_held_bytes,
             peak_live_bytes=result.peak_live_bytes,
@@ -271,108 +329,124 @@ class Pipeline:
         if not self._evaluates:
             raise ValueError("eval_step needs a Pipeline built with evaluation=True.")
         result = self._run(state, microbatches, training=False)
-        loss = result.loss_sum / result.weight if result.weight else math.nan
-        return EvalMetrics(loss=loss, weight=result.weight)
+        return EvalMetrics(loss=_mean_loss(result), weight=result.weight)
 
     def gradients(self, state: PipelineState, microbatches: Sequence[Any]) -> Gradients:
         """The gradient that the next step would use, before clipping; changes nothing."""
         result = self._run(state, microbatches)
-        updater = self._require_updater()
-        scale, norm = _reduce(updater, result)
+        scale, norm = self._reduce(result)
         return Gradients(
             loss=result.loss_sum * scale,
             weight=result.weight,
             norm=norm.value,
-            tree=updater.whole_gradient(result.accumulators, scale),
+            tree=self._updater.whole_gradient(result.accumulators, scale),
         )
 
-    def parameters(self, state: PipelineState) -> Any:
-        """The whole parameter tree, in host memory, as `init_fn` makes it.
+    def parameters(self, state: PipelineState) -> Any | None:
+        """The whole parameter tree, as `init_fn` makes it, in the host memory of process 0.
 
-        Random keys have no form in host memory; a leaf that is one stays a jax array.
+        Every process has to ask; the others get None. Random keys have no form in host
+        memory; a leaf that is one stays a jax array.
         """
+        values = [
+            self._meeting.fetch(name, array, aval, place)
+            for name, array, aval, place, _ in self._leaves(state)
+        ]
+        if self._meeting.process_index != 0:
+            return None
+        return jax.tree.unflatten(self._plans[0].partition.structure, values)
+
+    def digest(self, state: PipelineState) -> str:
+        """One SHA-256 over all parameters: equal exactly when every bit of them is.
+
+        Every process has to ask. It does not depend on how the model was cut or laid out.
+        """
+        own = {}
+        for name, array, aval, place, stage in self._leaves(state):
+            home = self._topology.stage_processes(stage)[0]
+            value = self._meeting.fetch(name, array, aval, place, home)
+            if value is not None:
+                own[name] = array_digest(value)
+        told = self._meeting.gather("the digests of parameters", own)
+        digests = {name: digest for each in told for name, digest in each.items()}
+        return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+
+    def _leaves(
+        self, state: PipelineState
+    ) -> Iterator[tuple[str, jax.Array | None, jax.ShapeDtypeStruct, Sharding, int]]:
+        """Each leaf of the parameter tree: path, value if it is here, shape, place, stage."""
         structure = self._plans[0].partition.structure
-        leaves: list[Any] = [None] * structure.num_leaves
-        for plan, stage in zip(self._plans, state.stages, strict=True):
-            for leaf, value in zip(plan.partition.leaves, stage.params, strict=True):
-                if leaves[leaf] is None:
-                    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-                    leaves[leaf] = value if is_key else np.asarray(value)
-        return jax.tree.unflatten(structure, leaves)
+        names = parameter_names(structure)
+        first = {
+            leaf: (stage, position)
+            for stage, plan in reversed([*enumerate(self._plans)])
+            for position, leaf in enumerate(plan.partition.leaves)
+        }
+        for leaf in range(structure.num_leaves):
+            stage, position = first[leaf]
+            own = state.stages.get(stage)
+            yield (
+                names[leaf],
+                own.params[position] if own is not None else None,
+                self._plans[stage].avals[position],
+                self._specs[stage].params[position],
+                stage,
+            )
 
-    def _layout(self, replica: int, stage: int, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    def _layout(self, replica: int, stage: int, shape: tuple[int, ...]) -> Sharding:
         return self._topology.group(replica, stage).rows(shape)
-
-    def _require_updater(self) -> Updater:
-        if self._updater is None:
-            raise ValueError("the pipeline has not been compiled; call `init` first.")
-        return self._updater
 
     def _run(
         self, state: PipelineState, microbatches: Sequence[Any], *, training: bool = True
-    ) -> _Result:
-        self._require_updater()
-        if any(array.is_deleted() for stage in state.stages for array in stage.params):
+    ) -> TaskResults:
+        _ = self.programs
+        if any(array.is_deleted() for stage in state.stages.values() for array in stage.params):
             raise ValueError(
                 f"the state of step {state.step} is used up: a step takes its memory; go on with "
                 "the one it returned, as in `state, metrics = pipeline.step(state, microbatches)`."
             )
         buckets = self._buckets.of(microbatches)
-        if training:
-            cores = self._schedule.cores(
-                [[plan.held_bytes(bucket) for bucket in buckets] for plan in self._plans]
+        num_replicas = self._topology.num_replicas
+        if training and len(microbatches) % num_replicas:
+            raise ValueError(
+                f"a step of {num_replicas} replicas takes a multiple of {num_replicas} "
+                f"microbatches, as many for each, got {len(microbatches)}."
             )
-        else:
-            cores = self._schedule.evaluation_cores(
-                [plan.evaluation_shape for plan in self._plans], len(buckets)
-            )
-        accumulators: Accumulators = [[] for _ in self._plans]
+        accumulators: Accumulators = {}
         if training:
-            accumulators = self._accumulators or [list(k.zeros()) for k in self._kernels]
+            accumulators = self._accumulators or self._updater.zeros()
             self._accumulators = None  # donated from here on; a failed step makes new ones
-        fields = [
-            place_fields(
-                plan, placement, stage, state.step, microbatches, buckets, training=training
-            )
-            for plan, placement, stage in zip(
-                self._plans, self._placements, state.stages, strict=True
-            )
-        ]
-        jobs = [
-            StageJob(
-                core=core,
-                execution=StageExecution(
-                    kernels=kernels.tasks if training else kernels.evaluate,
-                    buckets=buckets,
-                    params=stage.params,
-                    prepared=kernels.prepare(*stage.params),
-                    accumulators=own,
-                    fields=own_fields,
-                    is_last=core.shape.stage == self.num_stages - 1,
-                    measure_memory=self._measure_memory,
-                ),
-            )
-            for core, kernels, stage, own, own_fields in zip(
-                cores, self._kernels, state.stages, accumulators, fields, strict=True
-            )
-        ]
-        run_step(
-            jobs,
-            self._transport,
-            self._delays,
-            step=state.step,
-            stall_timeout_s=self._stall_timeout_s,
+        return self._tasks.run(state, microbatches, buckets, accumulators, training=training)
+
+    def _reduce(self, result: TaskResults) -> tuple[float, GradientNorm]:
+        """Sums gradients in place; gives what divides them all, and the norm after it."""
+        scale = 1.0 / result.weight if result.weight else 0.0
+        self._updater.reduce(result.accumulators)
+        return scale, self._updater.norm(result.accumulators, scale)
+
+
+def _connect(
+    job: Job | None,
+    topology: Topology,
+    layout: Layout,
+    delays: Delays,
+    stall_timeout_s: float,
+) -> tuple[Meeting, Transport]:
+    """How the stages reach each other: within this process, or over the job's post."""
+    # Others may still have a good part of the step before them when this one is done.
+    meeting = meet(job, _STEP_END_STALLS * stall_timeout_s)
+    if job is not None and job.post is not None:
+        return meeting, NetworkTransport(job.post, topology, layout, delays)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"this is one of {jax.process_count()} processes, which reach each other through "
+            "their job: write `with rrfp_jax.start_job() as job:` first and pass job=job."
         )
-        sums = np.asarray(jax.device_get(jobs[-1].execution.losses), np.float64)
-        loss_sum, weight = (math.fsum(column) for column in sums.T)
-        return _Result(
-            loss_sum=loss_sum,
-            weight=weight,
-            accumulators=[job.execution.accumulators for job in jobs],
-            times={task: times for job in jobs for task, times in job.core.times.items()},
-            peak_held_bytes=tuple(job.core.peak_held_bytes for job in jobs),
-            peak_live_bytes=tuple(job.execution.peak_live_bytes for job in jobs),
-        )
+    return meeting, InprocessTransport(layout, delays)
+
+
+def _mean_loss(result: TaskResults) -> float:
+    return result.loss_sum / result.weight if result.weight else math.nan
 
 
 def _warn_of_unsplit_loops(plans: Sequence[StagePlan]) -> None:
@@ -389,14 +463,7 @@ def _warn_of_unsplit_loops(plans: Sequence[StagePlan]) -> None:
         )
 
 
-def _reduce(updater: Updater, result: _Result) -> tuple[float, GradientNorm]:
-    """Sums shared gradients in place; gives what divides them all, and the norm after it."""
-    scale = 1.0 / result.weight if result.weight else 0.0
-    updater.sum_shared(result.accumulators)
-    return scale, updater.norm(result.accumulators, scale)
-
-
-def _skip_reason(result: _Result, not_finite: tuple[int, str] | None) -> str | None:
+def _skip_reason(result: TaskResults, not_finite: tuple[int, str] | None) -> str | None:
     if result.weight == 0:
         return "0 tokens counted"
     if not math.isfinite(result.loss_sum):

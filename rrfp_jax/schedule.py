@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rrfp_jax.budget import ActivationBudget
+from rrfp_jax.dispatch.agreement import Agreement, AllGather, Alone, Follower, Leader
 from rrfp_jax.dispatch.arbiter import Policy
 from rrfp_jax.dispatch.core import StageCore
 from rrfp_jax.hints import Hint, load_hint
@@ -12,6 +13,7 @@ from rrfp_jax.sim import check_hint, fixed_orders, one_f_one_b_microbatches, pea
 from rrfp_jax.task import StageShape
 
 MODES = ("readiness", "fixed")
+AGREEMENTS = ("leader", "allgather")
 
 
 class Schedule:
@@ -25,6 +27,8 @@ class Schedule:
         against it before the step.
       launch_ahead: Kernels queued behind the running one.
       deterministic: Whether W runs in microbatch order.
+      agreement: ``leader`` or ``allgather``: how processes that share a stage choose its
+        next task.
       stall_timeout_s: A stage that hears nothing for so long fails.
       shapes: The stages' tasks, first to last.
       largest_bytes: For each stage, what a microbatch of the largest bucket holds.
@@ -41,12 +45,17 @@ class Schedule:
         activation_budget: ActivationBudget | str | int,
         launch_ahead: int,
         deterministic: bool,
+        agreement: str,
         stall_timeout_s: float,
         shapes: Sequence[StageShape],
         largest_bytes: Sequence[int],
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
+        if agreement not in AGREEMENTS:
+            raise ValueError(
+                f"agreement must be one of {', '.join(AGREEMENTS)}, got {agreement!r}."
+            )
         if launch_ahead < 0:
             raise ValueError(f"launch_ahead must be 0 or more kernels, got {launch_ahead}.")
         if not stall_timeout_s > 0:
@@ -56,11 +65,25 @@ class Schedule:
         self._budget = ActivationBudget.parse(activation_budget)
         self._launch_ahead = launch_ahead
         self._deterministic = deterministic
+        self._agreement = agreement
         self._stall_timeout_ns = int(stall_timeout_s * 1e9)
         self._shapes = tuple(shapes)
         self._largest_bytes = tuple(largest_bytes)
         self._orders: dict[int, Sequence[Policy]] = {}
         check_hint(self._hint, self._shapes, 2 * len(self._shapes), deterministic=deterministic)
+
+    def agreement(self, member: int, num_members: int) -> Agreement:
+        """How a member of a stage group agrees with the others, each in a process of its own.
+
+        Args:
+          member: From 0; this one leads, if one does.
+          num_members: Of the group.
+        """
+        if self._agreement == "allgather":
+            return AllGather(member=member, num_members=num_members)
+        if member:
+            return Follower(member=member, num_members=num_members)
+        return Leader(num_members=num_members)
 
     def budgets(self, num_microbatches: int) -> tuple[int, ...]:
         """For each stage, the bytes that admitted microbatches may hold.
@@ -72,11 +95,15 @@ class Schedule:
             for shape, largest in zip(self._shapes, self._largest_bytes, strict=True)
         )
 
-    def cores(self, microbatch_bytes: Sequence[Sequence[int]]) -> list[StageCore]:
-        """The state machines of one training step.
+    def cores(
+        self, microbatch_bytes: Sequence[Sequence[int]], agreements: Mapping[int, Agreement]
+    ) -> dict[int, StageCore]:
+        """The state machines of one replica's training step.
 
         Args:
-          microbatch_bytes: For each stage, what each microbatch will hold there.
+          microbatch_bytes: For every stage, what each microbatch will hold there.
+          agreements: For each stage of this process, how it agrees with the other processes
+            of its group. A fixed order needs none.
 
         Raises:
           ValueError: A fixed order holds more than the budget's bytes.
@@ -86,19 +113,29 @@ class Schedule:
         policies = self._policies(num_microbatches)
         if self._mode == "fixed" and self._budget.is_absolute:
             self._check_fixed(policies, microbatch_bytes, budgets)
-        return [
-            self._core(shape, policy, own_bytes, budget)
-            for shape, policy, own_bytes, budget in zip(
-                self._shapes, policies, microbatch_bytes, budgets, strict=True
+        return {
+            stage: self._core(
+                self._shapes[stage],
+                policies[stage],
+                microbatch_bytes[stage],
+                budgets[stage],
+                agreement if self._mode == "readiness" else Alone(),
             )
-        ]
+            for stage, agreement in agreements.items()
+        }
 
     def evaluation_cores(
-        self, shapes: Sequence[StageShape], num_microbatches: int
-    ) -> list[StageCore]:
+        self,
+        shapes: Sequence[StageShape],
+        num_microbatches: int,
+        agreements: Mapping[int, Agreement],
+    ) -> dict[int, StageCore]:
         """The state machines of one evaluation, in which nothing is kept."""
-        hint = load_hint("bfw")
-        return [self._core(shape, hint, [0] * num_microbatches, None) for shape in shapes]
+        hint, none_held = load_hint("bfw"), [0] * num_microbatches
+        return {
+            stage: self._core(shapes[stage], hint, none_held, None, agreement)
+            for stage, agreement in agreements.items()
+        }
 
     def _policies(self, num_microbatches: int) -> Sequence[Policy]:
         if self._mode == "readiness":
@@ -115,6 +152,7 @@ class Schedule:
         policy: Policy,
         microbatch_bytes: Sequence[int],
         budget_bytes: int | None,
+        agreement: Agreement,
     ) -> StageCore:
         return StageCore(
             shape=shape,
@@ -124,6 +162,7 @@ class Schedule:
             launch_ahead=self._launch_ahead,
             deterministic=self._deterministic,
             stall_timeout_ns=self._stall_timeout_ns,
+            agreement=agreement,
         )
 
     def _check_fixed(

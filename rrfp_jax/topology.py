@@ -9,8 +9,9 @@ The devices of a job, process by process, are laid out over four axes, slowest f
 
 The devices of one replica and stage are a *stage group*. A group may be a part of a
 process, a whole one, or lie over several: the last axes are the fastest, so the devices that talk
-most are the closest. Each group is a mesh of its own, with the axes ``data`` and
-``tensor``; the groups of one stage over all replicas are its *wide* mesh.
+most are the closest. Each group is a mesh of its own, with the axes ``replica`` (of size
+1), ``data`` and ``tensor``; the groups of one stage over all replicas are its *wide* mesh,
+with the same axes. With one replica the two are equal.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 AXES = ("replica", "stage", "data", "tensor")
 Devices = np.ndarray[Any, Any]  # of jax.Device
 REPLICA_AXIS, STAGE_AXIS, DATA_AXIS, TENSOR_AXIS = AXES
+MESH_AXES = (REPLICA_AXIS, DATA_AXIS, TENSOR_AXIS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class StageGroup:
     Attributes:
       replica: Which copy of the pipeline.
       stage: Which stage.
-      mesh: Its devices, with the axes ``data`` and ``tensor``.
+      mesh: Its devices, with the axes ``replica``, of size 1, ``data`` and ``tensor``.
     """
 
     replica: int
@@ -88,6 +90,12 @@ class Topology:
         """Stages of a pipeline."""
         return int(self.devices.shape[1])
 
+    @property
+    def shared_axes(self) -> dict[str, int]:
+        """The sizes of the axes over which a group can share out a parameter."""
+        sizes = dict(zip(AXES, self.devices.shape, strict=True))
+        return {axis: sizes[axis] for axis in (DATA_AXIS, TENSOR_AXIS)}
+
     @cached_property
     def groups(self) -> tuple[StageGroup, ...]:
         """Every stage group, replica by replica, first stage to last."""
@@ -95,7 +103,7 @@ class Topology:
             StageGroup(
                 replica=replica,
                 stage=stage,
-                mesh=Mesh(self.devices[replica, stage], (DATA_AXIS, TENSOR_AXIS)),
+                mesh=Mesh(self.devices[replica : replica + 1, stage], MESH_AXES),
             )
             for replica, stage in itertools.product(
                 range(self.num_replicas), range(self.num_stages)
@@ -120,10 +128,7 @@ class Topology:
     @cached_property
     def wide_meshes(self) -> tuple[Mesh, ...]:
         """For each stage, the mesh of all its replicas."""
-        return tuple(
-            Mesh(self.devices[:, stage], (REPLICA_AXIS, DATA_AXIS, TENSOR_AXIS))
-            for stage in range(self.num_stages)
-        )
+        return tuple(Mesh(self.devices[:, stage], MESH_AXES) for stage in range(self.num_stages))
 
     def stage_processes(self, stage: int) -> tuple[int, ...]:
         """The processes that own a device of this stage in any replica, ascending."""

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
@@ -31,17 +32,20 @@ from rrfp_jax.commands.verdict import Verdict
 from rrfp_jax.config import ModelConfig
 from rrfp_jax.models import gpt
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.stages.compile import compile_stages
+from rrfp_jax.stages.compile import compile_programs
 from rrfp_jax.stages.plan import StagePlan, plan_stages
 from rrfp_jax.stages.program import num_bytes
 from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY
 from rrfp_jax.stages.split import Space
+from rrfp_jax.stages.wide import wide_specs
 from rrfp_jax.task import Kind
+from rrfp_jax.topology import lay_out
 
 RATIO_LIMIT = 1.15
 ROWS, LENGTH, BLOCKS = 2, 128, 4
 ROUNDS, WARM_UP = 25, 2
 LAYERS_PER_STAGE = (BLOCKS, BLOCKS, BLOCKS)
+STAGE = 1  # the middle one, which has F, B and W
 BUDGET_MULTIPLE, MICROBATCHES = "1.0x", 8
 
 MODEL = ModelConfig(
@@ -160,11 +164,15 @@ class _Stage:
     """The middle stage, compiled both ways, with operands to run it on."""
 
     def __init__(self) -> None:
-        self.plan = _plans()[1]
-        self.piece = self.plan.train[0]
         device = jax.local_devices()[0]
-        placement = jax.sharding.SingleDeviceSharding(device)
-        (self._kernels,) = compile_stages([self.plan], [placement], optax.sgd(1e-3), num_threads=2)
+        plans = _plans()
+        self.plan, self.piece = plans[STAGE], plans[STAGE].train[0]
+        topology = lay_out([device] * len(plans), stages=len(plans))
+        whole = [PartitionSpec()] * plans[STAGE].partition.structure.num_leaves
+        specs = wide_specs(plans, topology, whole, optax.sgd(1e-3), shards_optimizer=False)
+        group = topology.group(0, STAGE)
+        programs = compile_programs(plans, [group], {STAGE: specs[STAGE]}, num_threads=2)
+        self._kernels = programs.groups[0, STAGE]
         random = np.random.default_rng(0)
 
         def draw(shape: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
@@ -180,7 +188,7 @@ class _Stage:
             Space.ARRIVAL: [self._arrival],
             Space.COTANGENT: [self._cotangent],
         }
-        self._totals, self._fused_totals = (list(self._kernels.zeros()) for _ in range(2))
+        self._totals, self._fused_totals = (list(programs.wide[STAGE].zeros()) for _ in range(2))
         self._fused = jax.jit(self._gradient).lower(*self._operands).compile()
         self._fused_accumulating = (
             jax.jit(self._accumulated_gradient, donate_argnums=0)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from rrfp_jax.commands.verdict import Verdict
 from rrfp_jax.config import RunConfig
+from rrfp_jax.job.start import Job
 from rrfp_jax.stages.inputs import LossFn
 from rrfp_jax.stages.rng import microbatch_rng
 from rrfp_jax.stages.state import parameter_names
@@ -56,15 +57,28 @@ class Comparison:
         return max([*pairs, *(d.relative for d in self.differences)])
 
 
-def run(config: RunConfig, console: Console, *, tolerance: float | None) -> Verdict:
-    """Compares one step's loss, gradient and norm; prints the parameters that differ most."""
+def run(
+    config: RunConfig, console: Console, *, tolerance: float | None, job: Job | None = None
+) -> Verdict:
+    """Compares one step's loss, gradient and norm; prints the parameters that differ most.
+
+    Of several processes the first compares and prints, and all come to its verdict.
+    """
     limit = TOLERANCES[config.model.dtype] if tolerance is None else tolerance
-    experiment = build_experiment(config)
+    experiment = build_experiment(config, job)
+    pipeline = experiment.pipeline
     display = ProgressDisplay(console, num_steps=1)
     with display:
-        experiment.pipeline.compile(display.compiled)
+        pipeline.compile(display.compiled)
     comparison = compare(experiment, seed=config.train.seed)
-    _print(console, comparison)
+    own = None if comparison is None else asdict(_verdict(comparison, limit))
+    (found, *_) = pipeline.meeting.gather("the comparison", own, config.transport.compile_timeout_s)
+    if comparison is not None:
+        _print(console, comparison)
+    return Verdict(**found)
+
+
+def _verdict(comparison: Comparison, limit: float) -> Verdict:
     passed = comparison.worst <= limit and comparison.same_init
     init = "the same initial parameters" if comparison.same_init else "DIFFERENT initial parameters"
     return Verdict(
@@ -77,21 +91,21 @@ def run(config: RunConfig, console: Console, *, tolerance: float | None) -> Verd
     )
 
 
-def compare(experiment: Experiment, *, seed: int) -> Comparison:
-    """Runs one step's gradient both ways."""
+def compare(experiment: Experiment, *, seed: int) -> Comparison | None:
+    """Runs one step's gradient both ways; gives the comparison in process 0."""
     rng = jax.random.key(seed)
     pipeline = experiment.pipeline
     state = pipeline.init(rng)
     microbatches = next(iter(experiment.batches))
-    found = pipeline.gradients(state, microbatches)
+    found, initial = pipeline.gradients(state, microbatches), pipeline.parameters(state)
+    if pipeline.meeting.process_index != 0:
+        return None
     params = jax.jit(experiment.init_fn)(rng)
     loss, weight, reference = _reference(experiment.loss_fn, params, microbatches, rng)
 
     same_init = all(
         np.array_equal(a, b)
-        for a, b in zip(
-            jax.tree.leaves(pipeline.parameters(state)), jax.tree.leaves(params), strict=True
-        )
+        for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(params), strict=True)
     )
     names = parameter_names(jax.tree.structure(params))
     differences = [

@@ -48,7 +48,7 @@ class StageExecution:
     ) -> None:
         self._kernels = kernels
         self.buckets = buckets
-        self._is_last = is_last
+        self.is_last = is_last
         shared: _Spaces = {Space.PARAMETER: [*params], Space.PREPARED: [*prepared]}
         self._held: list[_Spaces | None] = [{**shared, Space.FIELD: [*own]} for own in fields]
         self._leaving: dict[tuple[Payload, int], Sequence[jax.Array]] = {}
@@ -83,9 +83,9 @@ class StageExecution:
             if task.kind is Kind.B:
                 held[Space.CARRIED] = list(kept)
                 self._leaving[Payload.GRADIENT, task.microbatch] = passed
-            elif self._is_last:
-                loss, weight, *saved = results
-                held[Space.SAVED] = saved
+            elif self.is_last:
+                loss, weight = passed
+                held[Space.SAVED] = list(kept)
                 self.losses[task.microbatch] = (loss, weight)
             else:
                 held[Space.SAVED] = list(kept)

@@ -10,6 +10,10 @@ Parameters are float32. The compute dtype is applied to them where they are used
 a cast depends on parameters alone, so a pipeline makes it once a step, not once a
 microbatch. Norm statistics, attention weights, logits and the loss are float32 always.
 
+Over several devices of a stage, attention is shared out by heads and the feed-forward by
+its width, so each takes one sum over the axis ``tensor``; the tables are by vocabulary.
+Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053.
+
 Rows are padded on the right. A causal model then needs no padding mask: what is padded
 comes after everything that counts, and the loss gives it weight zero.
 """
@@ -29,6 +33,7 @@ from flax import nnx
 
 from rrfp_jax.models.layers import Rotary, dropout, fold_in, rotary, rotate
 from rrfp_jax.stages.boundary import stage_boundary
+from rrfp_jax.topology import TENSOR_AXIS
 
 if TYPE_CHECKING:
     from rrfp_jax.config import ModelConfig
@@ -168,9 +173,14 @@ def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn,
         )
 
     def init_fn(rng: jax.Array) -> Params:
-        return nnx.state(GPT(config, layers_per_stage, rngs=nnx.Rngs(rng)), nnx.Param)
+        return nnx.state(make(rng), nnx.Param)
 
-    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, layers_per_stage, rngs=nnx.Rngs(0))))
+    def make(rng: jax.Array) -> GPT:
+        # The names of axes are for those who lay parameters out; here no mesh is known.
+        with nnx.use_eager_sharding(False):  # type: ignore[no-untyped-call]
+            return GPT(config, layers_per_stage, rngs=nnx.Rngs(rng))
+
+    graph = nnx.graphdef(nnx.eval_shape(make, jax.random.key(0)))
 
     def loss_fn(params: Params, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         logits_BSV = nnx.merge(graph, params)(batch["tokens"], rng)
@@ -182,7 +192,8 @@ def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn,
 
 def _table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
     shape = (config.vocab_size, config.d_model)
-    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, jnp.float32))
+    init = nnx.with_partitioning(nnx.initializers.normal(0.02), (TENSOR_AXIS, None))
+    return nnx.Param(init(rngs.params(), shape, jnp.float32))
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -195,5 +206,8 @@ def _linear(
     # Every layer adds two branches to the residual stream; scaled so, the stream's variance
     # does not grow with depth.
     scale = 1.0 / (2 * config.num_layers) if ends_branch else 1.0
-    init, dtype = nnx.initializers.variance_scaling(scale, "fan_in", "normal"), config.dtype
-    return nnx.Linear(d_in, d_out, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)
+    init = nnx.with_partitioning(
+        nnx.initializers.variance_scaling(scale, "fan_in", "normal"),
+        (TENSOR_AXIS, None) if ends_branch else (None, TENSOR_AXIS),
+    )
+    return nnx.Linear(d_in, d_out, use_bias=False, dtype=config.dtype, kernel_init=init, rngs=rngs)

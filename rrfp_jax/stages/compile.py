@@ -1,169 +1,189 @@
-"""Compiles everything that a stage will ever run.
+"""Compiles everything that a process will ever run.
 
-The work is a list of independent jobs, so that they run side by side (the compiler
-releases the interpreter lock) and a progress display can count them.
+Each stage group has its kernels, each stage the programs that it runs over all its
+replicas. Most are independent of each other, so they are compiled side by side (the
+compiler releases the interpreter lock); the tasks of one bucket follow each other, because
+each is compiled for what the one before it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
-from rrfp_jax.stages.kernels import Kernel, accumulator_dtype, compile_on, compile_task
+from rrfp_jax.stages.kernels import Kernel, TaskCompiler, compile_on
 from rrfp_jax.stages.plan import BucketPlan, StagePlan
-from rrfp_jax.stages.state import Placement
+from rrfp_jax.stages.wide import WidePrograms, WideSpec, wide_jobs
 from rrfp_jax.task import Kind
+from rrfp_jax.topology import StageGroup
+
+# ``progress(done, total, what)``.
+Progress = Callable[[int, int, str], None]
+_Tasks = dict[tuple[Kind, int], Kernel]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageKernels:
-    """A compiled stage.
+class GroupKernels:
+    """What a stage group runs for every microbatch, and once before the first.
 
     Attributes:
-      placement: The devices that it was compiled for.
+      group: The devices that it was compiled for.
       tasks: The training kernels by kind and bucket.
       evaluate: The same for evaluation: F without gradients.
       prepare: ``(*params) -> prepared values``, once per step.
-      zeros: ``() -> gradient accumulators``, in the order of the trained parameters.
-      squares: ``(accumulators, scale) -> f32[n]``: the sum of squares of each scaled
-        gradient.
-      update: ``(trained params, opt_state, accumulators, scale) -> (trained params,
-        opt_state, zeroed accumulators)``; takes the memory of all but the scale.
     """
 
-    placement: Placement
-    tasks: dict[tuple[Kind, int], Kernel]
-    evaluate: dict[tuple[Kind, int], Kernel]
+    group: StageGroup
+    tasks: _Tasks
+    evaluate: _Tasks
     prepare: Callable[..., Sequence[jax.Array]]
-    zeros: Callable[[], Sequence[jax.Array]]
-    squares: Callable[..., jax.Array]
-    update: Callable[..., Any]
+
+    @property
+    def crosses_processes(self) -> bool:
+        """Whether a kernel holds a collective between processes, so that they have to agree."""
+        return any(
+            each.crosses_processes for each in (*self.tasks.values(), *self.evaluate.values())
+        )
 
 
-Progress = Callable[[int, int, str], None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """What a process has compiled.
+
+    Attributes:
+      groups: The kernels of each of its stage groups, by replica and stage.
+      wide: What each of its stages runs over all replicas.
+    """
+
+    groups: Mapping[tuple[int, int], GroupKernels]
+    wide: Mapping[int, WidePrograms]
 
 
-def compile_stages(
+def compile_programs(
     plans: Sequence[StagePlan],
-    placements: Sequence[Placement],
-    optimizer: optax.GradientTransformation,
+    groups: Sequence[StageGroup],
+    specs: Mapping[int, WideSpec],
     *,
     num_threads: int,
     progress: Progress | None = None,
-) -> tuple[StageKernels, ...]:
-    """Compiles all stages for all buckets.
+) -> Programs:
+    """Compiles all buckets of the stages of this process.
 
     Args:
-      plans: First to last.
-      placements: Where each stage runs.
-      optimizer: Run by each stage on its own parameters.
+      plans: All stages, first to last.
+      groups: Those with a device in this process.
+      specs: For each of their stages, how it lies over its replicas.
       num_threads: How many programs to compile at a time.
-      progress: Called as ``progress(done, total, what)`` after each program.
+      progress: Called after each program, from any thread but never twice at a time.
     """
-    jobs = {
-        (stage, *key): job
-        for stage, (plan, placement) in enumerate(zip(plans, placements, strict=True))
-        for key, job in _jobs(plan, placement, optimizer)
-    }
-    done: dict[tuple[Any, ...], Any] = {}
+    jobs = {stage: wide_jobs(plans[stage], spec) for stage, spec in specs.items()}
+    num_programs = sum(map(len, jobs.values()))
+    num_programs += sum(_num_kernels(plans[group.stage]) for group in groups)
+    count = _Count(num_programs, progress)
     with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        futures = {pool.submit(job): key for key, job in jobs.items()}
         try:
-            for future in as_completed(futures):
-                key = futures[future]
-                done[key] = future.result()
-                if progress is not None:
-                    stage, what, *bucket = key
-                    name = what.value if isinstance(what, Kind) else what
-                    where = f" for bucket {bucket[0]}" if bucket else ""
-                    progress(len(done), len(jobs), f"{name} of stage {stage}{where}")
+            wide = {
+                stage: {
+                    name: pool.submit(count.run, f"{name} of stage {stage}", job)
+                    for name, job in own.items()
+                }
+                for stage, own in jobs.items()
+            }
+            built = [_compile_group(plans[g.stage], g, specs[g.stage], pool, count) for g in groups]
+            return Programs(
+                groups={(k.group.replica, k.group.stage): k for k in (each() for each in built)},
+                wide={
+                    stage: WidePrograms(
+                        spec=specs[stage], **{name: f.result() for name, f in own.items()}
+                    )
+                    for stage, own in wide.items()
+                },
+            )
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return tuple(
-        StageKernels(
-            placement=placement,
-            tasks={
-                (kind, bucket): done[stage, kind, bucket]
-                for kind in plan.shape.kinds
-                for bucket in range(len(plan.train))
-            },
-            evaluate={
-                (Kind.F, bucket): done[stage, "evaluation", bucket]
-                for bucket in range(len(plan.evaluate))
-            },
-            **{name: done[stage, name] for name in ("prepare", "zeros", "squares", "update")},
+
+
+class _Count:
+    """Counts programs as they are compiled, for a progress display."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def run(self, what: str, compile_: Callable[[], Any]) -> Any:
+        """Compiles one program and counts it."""
+        compiled = compile_()
+        with self._lock:
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self._total, what)
+        return compiled
+
+
+def _num_kernels(plan: StagePlan) -> int:
+    return 1 + len(plan.shape.kinds) * len(plan.train) + len(plan.evaluate)
+
+
+def _compile_group(
+    plan: StagePlan,
+    group: StageGroup,
+    spec: WideSpec,
+    pool: ThreadPoolExecutor,
+    count: _Count,
+) -> Callable[[], GroupKernels]:
+    """Starts the work on a stage group; the result waits for it."""
+    params = spec.params_of(group)
+    preparing: Future[Any] = pool.submit(
+        count.run,
+        f"prepare of {group}",
+        lambda: compile_on(plan.prepare, plan.avals, tuple(params), _anywhere(plan, group)),
+    )
+
+    def compile_tasks(each: BucketPlan, what: str) -> dict[Kind, Kernel]:
+        compiler = TaskCompiler(
+            each,
+            group,
+            params=params,
+            prepared=preparing.result().output_shardings,
+            accumulators=plan.partition.pick_trained(params),
         )
-        for stage, (plan, placement) in enumerate(zip(plans, placements, strict=True))
+        return {
+            kind: count.run(f"{kind.value} of {group}{what}", partial(compiler.compile, kind))
+            for kind in each.split.kinds
+        }
+
+    train = [
+        pool.submit(compile_tasks, each, f" for bucket {bucket}")
+        for bucket, each in enumerate(plan.train)
+    ]
+    evaluate = [
+        pool.submit(compile_tasks, each, f" for bucket {bucket}, evaluation")
+        for bucket, each in enumerate(plan.evaluate)
+    ]
+    return lambda: GroupKernels(
+        group=group,
+        tasks=_by_bucket(train),
+        evaluate=_by_bucket(evaluate),
+        prepare=preparing.result(),
     )
 
 
-_Job = tuple[tuple[Any, ...], Callable[[], Any]]
+def _anywhere(plan: StagePlan, group: StageGroup) -> Any:
+    return [None if group.mesh.size > 1 else group.replicated] * plan.num_prepared
 
 
-def _jobs(
-    plan: StagePlan, placement: Placement, optimizer: optax.GradientTransformation
-) -> Iterable[_Job]:
-    for bucket, each in enumerate(plan.train):
-        for kind in plan.shape.kinds:
-            yield (kind, bucket), _task_job(kind, each, placement)
-    for bucket, each in enumerate(plan.evaluate):
-        yield ("evaluation", bucket), _task_job(Kind.F, each, placement)
-
-    partition = plan.partition
-    trained = partition.pick_trained(plan.avals)
-    sums = [jax.ShapeDtypeStruct(a.shape, accumulator_dtype(a.dtype)) for a in trained]
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-
-    def zeros() -> list[jax.Array]:
-        return [jnp.zeros(a.shape, a.dtype) for a in sums]
-
-    def squares(totals: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
-        return jnp.array(
-            [jnp.sum(jnp.square(jnp.abs(total * scale))) for total in totals], jnp.float32
-        )
-
-    def update(
-        params: Sequence[jax.Array], opt_state: Any, totals: Sequence[jax.Array], scale: jax.Array
-    ) -> tuple[list[jax.Array], Any, list[jax.Array]]:
-        tree = partition.partial_tree(params)
-        # Rounded once, here: an optimizer expects the dtype that `jax.grad` would give, and
-        # keeps moments in that of its own state only if it does.
-        grads = partition.partial_tree(
-            [(total * scale).astype(a.dtype) for total, a in zip(totals, trained, strict=True)]
-        )
-        updates, opt_state = optimizer.update(grads, opt_state, tree)
-        return jax.tree.leaves(optax.apply_updates(tree, updates)), opt_state, zeros()
-
-    opt_state = jax.eval_shape(optimizer.init, partition.partial_tree(trained))
-    yield ("prepare",), lambda: compile_on(placement, plan.prepare, plan.avals)
-    yield ("zeros",), lambda: compile_on(placement, zeros, ())
-    yield ("squares",), lambda: compile_on(placement, squares, (sums, scale))
-    yield (
-        ("update",),
-        lambda: compile_on(placement, update, (trained, opt_state, sums, scale), donated=(0, 1, 2)),
-    )
-
-
-def _task_job(kind: Kind, plan: BucketPlan, placement: Placement) -> Callable[[], Kernel]:
-    cut = plan.cut
-    passed = {
-        Kind.F: len(cut.departures),
-        Kind.B: sum(crossing.carries_gradient for crossing in cut.arrivals),
-        Kind.W: 0,
+def _by_bucket(compiled: Sequence[Future[dict[Kind, Kernel]]]) -> _Tasks:
+    return {
+        (kind, bucket): kernel
+        for bucket, each in enumerate(compiled)
+        for kind, kernel in each.result().items()
     }
-    return lambda: compile_task(
-        kind,
-        plan.split,
-        num_passed=passed[kind],
-        accumulates=plan.accumulates if kind is Kind.W else (),
-        parameter_positions=plan.parameters,
-        prepared_positions=plan.prepared,
-        placement=placement,
-    )

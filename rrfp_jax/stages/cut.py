@@ -60,6 +60,11 @@ class StageCut:
     arrivals: tuple[Crossing, ...]
     departures: tuple[Crossing, ...]
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage == self.num_stages - 1
+
 
 def cut(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[StageCut, ...]:
     """Cuts ``loss_fn(params, batch) -> (loss_sum, weight)`` at its markers.

@@ -8,16 +8,18 @@ are made or sent during a step, and a stage that draws no random numbers reads n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from rrfp_jax.stages.arrays import put
 from rrfp_jax.stages.buckets import Buckets
 from rrfp_jax.stages.plan import StagePlan, plan_stages
 from rrfp_jax.stages.rng import microbatch_rng
-from rrfp_jax.stages.state import Placement, StageState
+from rrfp_jax.topology import StageGroup
 
 LossFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -36,11 +38,11 @@ def plan_loss(
       ValueError: The loss cannot be cut.
     """
     key = jax.eval_shape(jax.random.key, 0)
-    place = jax.ShapeDtypeStruct((2,), np.uint32)
+    place = jax.ShapeDtypeStruct((1, 2), np.uint32)  # one row, so nobody shares it out
 
     def train_loss(params: Any, inputs: Any) -> tuple[Any, Any]:
         rng = inputs["rng"]
-        step, microbatch = rng["place"]
+        step, microbatch = rng["place"][0]
         return loss_fn(params, inputs["batch"], microbatch_rng(rng["key"], step, microbatch))
 
     def eval_loss(params: Any, inputs: Any) -> tuple[Any, Any]:
@@ -58,28 +60,37 @@ def plan_loss(
 
 def place_fields(
     plan: StagePlan,
-    placement: Placement,
-    state: StageState,
+    group: StageGroup,
+    rng: jax.Array,
     step: int,
-    microbatches: Sequence[Any],
+    microbatches: Mapping[int, Any],
     buckets: Sequence[int],
     *,
     training: bool,
 ) -> list[list[jax.Array]]:
-    """For each microbatch the fields that a stage reads, on the stage's devices."""
+    """For each microbatch the fields that a stage reads, on the devices of its group.
+
+    Args:
+      plan: The stage.
+      group: Its devices.
+      rng: The key of the run, on these devices.
+      step: From 0.
+      microbatches: Those of the group's replica, by their number in the whole step.
+      buckets: Of each of them.
+      training: Whether with gradients.
+    """
     chosen = []
-    for position, (microbatch, bucket) in enumerate(zip(microbatches, buckets, strict=True)):
+    for (number, microbatch), bucket in zip(microbatches.items(), buckets, strict=True):
         if training:
-            place = np.array([step, position], np.uint32)
-            inputs = _train_inputs(microbatch, state.rng, place)
-            fields = plan.train[bucket].cut.fields
+            place = np.array([[step, number]], np.uint32)
+            inputs, own = _train_inputs(microbatch, rng, place), plan.train[bucket]
         else:
-            inputs = _eval_inputs(microbatch)
-            fields = plan.evaluate[bucket].cut.fields
+            inputs, own = _eval_inputs(microbatch), plan.evaluate[bucket]
         leaves = jax.tree.leaves(inputs)
-        chosen.append([leaves[i] for i in fields])
-    placed: list[list[jax.Array]] = jax.device_put(chosen, placement)
-    return placed
+        chosen.append([leaves[i] for i in own.cut.fields])
+    values = [value for each in chosen for value in each]
+    placed = iter(put(values, [group.rows(np.shape(value)) for value in values]))
+    return [list(itertools.islice(placed, len(each))) for each in chosen]
 
 
 def _train_inputs(batch: Any, rng: Any, place: Any) -> Any:

@@ -59,7 +59,7 @@ def joint_program(
         return [*outputs, *pull(list(cotangents))]
 
     inputs = [shape_of(v) for v in cut.program.inputs]
-    if cut.stage == cut.num_stages - 1:
+    if cut.is_last:
         loss = shape_of(cut.program.outputs[0])
         traced, _ = trace(lambda *flat: joint(flat, [jnp.ones((), loss.dtype)]), *inputs)
     else:

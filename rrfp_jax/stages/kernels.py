@@ -18,11 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
+from rrfp_jax.stages.collectives import crosses_processes
+from rrfp_jax.stages.plan import BucketPlan
 from rrfp_jax.stages.program import shape_of
 from rrfp_jax.stages.split import Slot, Space, StageSplit, TaskProgram
-from rrfp_jax.stages.state import Placement
 from rrfp_jax.task import Kind
+from rrfp_jax.topology import StageGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +39,12 @@ class Kernel:
         when the kernel is done (the accumulators will have been donated by then).
       operands: Where the operands come from.
       last_uses: Operands that no later task of the microbatch reads.
-      num_passed: How many of the results go to a neighbour (departures, or gradients
-        of arrivals); the rest is kept.
+      num_passed: How many of the results leave the stage (departures, or gradients of
+        arrivals; the last F's loss sum and weight); the rest is kept.
       kept_departures: For F: departures that B or W read again.
       accumulates: For W: positions among the stage's trained parameters.
       temp_bytes: Scratch memory while it runs, as the compiler reports it.
+      crosses_processes: Whether it holds a collective between processes.
     """
 
     execute: Callable[..., Sequence[jax.Array]]
@@ -50,66 +54,119 @@ class Kernel:
     kept_departures: frozenset[int]
     accumulates: tuple[int, ...]
     temp_bytes: int
+    crosses_processes: bool
 
 
-def compile_task(
-    kind: Kind,
-    split: StageSplit,
-    *,
-    num_passed: int,
-    accumulates: tuple[int, ...],
-    parameter_positions: Sequence[int],
-    prepared_positions: Sequence[int],
-    placement: Placement,
-) -> Kernel:
-    """Compiles one task.
+class TaskCompiler:
+    """Compiles the tasks of a stage for one bucket, in their order.
+
+    Over several devices the compiler chooses how to lay out what F keeps, and B and W are
+    compiled to take it so. What crosses to a neighbour lies as `StageGroup.rows` says.
 
     Args:
-      kind: Which one.
-      split: The stage as tasks, for one bucket.
-      num_passed: How many results go to a neighbour.
-      accumulates: For W, the positions of this bucket's gradients among the trained
-        parameters of the stage; else empty.
-      parameter_positions: For each parameter of the split, its position in the stage.
-      prepared_positions: The same for prepared values.
-      placement: The stage's devices.
+      plan: The stage for one bucket.
+      group: Its devices.
+      params: Where each of the stage's parameters lies.
+      prepared: The same for prepared values.
+      accumulators: The same for gradient accumulators.
     """
-    task = split.tasks[kind]
-    later = _read_after(kind, split)
-    last_uses = _last_uses(task, later)
-    if kind is Kind.W:
-        function, avals, donated = _accumulating(task)
-    else:
-        function, avals = task.program, [shape_of(var) for var in task.program.inputs]
-        donated = _donated(task, frozenset(last_uses))
-    compiled = compile_on(placement, function, avals, donated)
-    move = {Space.PARAMETER: parameter_positions, Space.PREPARED: prepared_positions}
-    return Kernel(
-        execute=compiled,
-        operands=tuple(
-            Slot(slot.space, move[slot.space][slot.index]) if slot.space in move else slot
-            for slot in task.operands
-        ),
-        last_uses=last_uses,
-        num_passed=num_passed,
-        kept_departures=frozenset(s.index for s in later if s.space is Space.DEPARTURE),
-        accumulates=accumulates,
-        temp_bytes=_temp_bytes(compiled),
-    )
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        group: StageGroup,
+        *,
+        params: Sequence[Sharding],
+        prepared: Sequence[Sharding],
+        accumulators: Sequence[Sharding],
+    ) -> None:
+        self._plan = plan
+        self._group = group
+        self._accumulators = [accumulators[i] for i in plan.accumulates]
+        self._places: dict[Space, Sequence[Sharding]] = {
+            Space.PARAMETER: [params[i] for i in plan.parameters],
+            Space.PREPARED: [prepared[i] for i in plan.prepared],
+        }
+
+    def compile(self, kind: Kind) -> Kernel:
+        """Compiles a task; those before it in the chain have been compiled."""
+        plan, task = self._plan, self._plan.split.tasks[kind]
+        num_passed, results = self._results(kind, task)
+        operands = [
+            self._operand(slot, shape_of(var))
+            for slot, var in zip(task.operands, task.program.inputs, strict=True)
+        ]
+        later = _read_after(kind, plan.split)
+        last_uses = _last_uses(task, later)
+        if kind is Kind.W:
+            function, avals, donated = _accumulating(task)
+            operands = [*self._accumulators, *operands]
+        else:
+            function, avals = task.program, [shape_of(var) for var in task.program.inputs]
+            donated = _donated(task, frozenset(last_uses), operands, results)
+        compiled = compile_on(function, avals, tuple(operands), results, donated)
+        if kind is not Kind.W:
+            chosen = zip(results, compiled.output_shardings, strict=True)
+            kept = [wanted or made for wanted, made in chosen][num_passed:]
+            self._places[Space.SAVED if kind is Kind.F else Space.CARRIED] = kept
+        move = {Space.PARAMETER: plan.parameters, Space.PREPARED: plan.prepared}
+        return Kernel(
+            execute=compiled,
+            operands=tuple(
+                Slot(slot.space, move[slot.space][slot.index]) if slot.space in move else slot
+                for slot in task.operands
+            ),
+            last_uses=last_uses,
+            num_passed=num_passed,
+            kept_departures=frozenset(s.index for s in later if s.space is Space.DEPARTURE),
+            accumulates=plan.accumulates if kind is Kind.W else (),
+            temp_bytes=_temp_bytes(compiled),
+            crosses_processes=crosses_processes(compiled, self._group.mesh),
+        )
+
+    def _operand(self, slot: Slot, aval: jax.ShapeDtypeStruct) -> Sharding:
+        if slot.space in self._places:
+            return self._places[slot.space][slot.index]
+        return self._group.rows(aval.shape)
+
+    def _results(self, kind: Kind, task: TaskProgram) -> tuple[int, list[Sharding | None]]:
+        """How many results are passed on, and where each has to lie; None for anywhere."""
+        cut, group = self._plan.cut, self._group
+        outputs = [shape_of(atom) for atom in task.program.outputs]
+        if kind is Kind.W:
+            return 0, [*self._accumulators, group.replicated]
+        if kind is Kind.B:
+            num_passed = sum(crossing.carries_gradient for crossing in cut.arrivals)
+        elif cut.is_last:
+            num_passed = 2  # loss sum and weight, which the host reads
+        else:
+            num_passed = len(cut.departures)
+        anywhere = None if group.mesh.size > 1 else group.replicated
+        passed = [group.rows(aval.shape) for aval in outputs[:num_passed]]
+        return num_passed, [*passed, *[anywhere] * (len(outputs) - num_passed)]
 
 
 def compile_on(
-    placement: Placement,
     function: Callable[..., Any],
     avals: Sequence[Any],
+    in_shardings: Any,
+    out_shardings: Any,
     donated: Sequence[int] = (),
 ) -> Any:
-    """Compiles a function of shapes for a stage's devices, operands and results there."""
+    """Compiles a function of shapes for exact operands.
+
+    Args:
+      function: Of as many arguments as there are avals.
+      avals: Pytrees of shapes.
+      in_shardings: Where each operand lies.
+      out_shardings: Where each result is to lie; None where the compiler may choose.
+      donated: Arguments whose memory the results may take.
+    """
     jitted = jax.jit(
         function,
         donate_argnums=tuple(donated),
-        in_shardings=placement,
-        out_shardings=placement,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
     )
     return jitted.lower(*avals).compile()
 
@@ -153,15 +210,21 @@ def _last_uses(task: TaskProgram, read_later: frozenset[Slot]) -> tuple[Slot, ..
     )
 
 
-def _donated(task: TaskProgram, dying: frozenset[Slot]) -> list[int]:
+def _donated(
+    task: TaskProgram,
+    dying: frozenset[Slot],
+    operands: Sequence[Sharding],
+    results: Sequence[Sharding | None],
+) -> list[int]:
     """Saved operands at their last use that can hold one of the results.
 
     Never a scalar: it may be the loss or the weight, which the host will read.
     """
-    free = Counter((shape_of(atom).shape, shape_of(atom).dtype) for atom in task.program.outputs)
+    outputs = zip(map(shape_of, task.program.outputs), results, strict=True)
+    free = Counter((aval.shape, aval.dtype, place) for aval, place in outputs if place is not None)
     donated = []
     for position, (slot, var) in enumerate(zip(task.operands, task.program.inputs, strict=True)):
-        key = (shape_of(var).shape, shape_of(var).dtype)
+        key = (shape_of(var).shape, shape_of(var).dtype, operands[position])
         if slot.space is Space.SAVED and slot in dying and key[0] and free[key] > 0:
             free[key] -= 1
             donated.append(position)

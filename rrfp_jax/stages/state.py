@@ -7,20 +7,17 @@ are in the user's tree, and jax skips a None as an empty subtree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import optax
-
-Placement = jax.sharding.Sharding
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """One stage between two steps, all of it on the stage's devices.
+    """One stage between two steps, on its devices in all replicas.
 
     Attributes:
       params: The leaves of the parameter tree that the stage holds, in its order.
@@ -66,28 +63,3 @@ def parameter_names(structure: Any) -> list[str]:
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         for path, _ in jax.tree_util.tree_leaves_with_path(placeholders)
     ]
-
-
-def init_stage(
-    init_fn: Callable[[jax.Array], Any],
-    optimizer: optax.GradientTransformation,
-    partition: Partition,
-    placement: Placement,
-    rng: jax.Array,
-) -> StageState:
-    """Materialises one stage: its own parameters and their optimizer state, no others.
-
-    The whole initialisation is traced and only the stage's leaves are outputs, so the
-    compiler drops what makes the others; every leaf is the same bit for bit as in the
-    whole tree.
-    """
-    rng = jax.device_put(rng, placement)
-
-    def own(key: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
-        leaves = jax.tree.leaves(init_fn(key))
-        params = tuple(leaves[index] for index in partition.leaves)
-        tree = partition.partial_tree(partition.pick_trained(params))
-        return params, optimizer.init(tree)
-
-    params, opt_state = jax.jit(own, in_shardings=placement, out_shardings=placement)(rng)
-    return StageState(params=params, opt_state=opt_state, rng=rng)

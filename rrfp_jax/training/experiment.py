@@ -11,11 +11,13 @@ import jax
 from rrfp_jax.config import RunConfig
 from rrfp_jax.data import text
 from rrfp_jax.dispatch.delays import ExponentialDelays
+from rrfp_jax.job.start import Job
 from rrfp_jax.layout import layers_per_stage
 from rrfp_jax.models import gpt
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.stages.cache import use_compilation_cache
 from rrfp_jax.stages.inputs import LossFn
+from rrfp_jax.topology import lay_out
 from rrfp_jax.training import optimizer
 
 
@@ -40,8 +42,12 @@ class Experiment:
     learning_rate: Callable[[int], float]
 
 
-def build_experiment(config: RunConfig) -> Experiment:
+def build_experiment(config: RunConfig, job: Job | None = None) -> Experiment:
     """Builds what a config describes; compiles nothing.
+
+    Args:
+      config: The run.
+      job: The processes that run it together, where there are several.
 
     Raises:
       ValueError: The config does not fit the machine.
@@ -53,21 +59,32 @@ def build_experiment(config: RunConfig) -> Experiment:
         config.model.num_layers, config.mesh.stages
     )
     init_fn, loss_fn = gpt.build(config.model, layers)
-    data = text.build(config.data, config.train.seed, schedule.microbatches)
+    mesh = config.mesh
+    data = text.build(config.data, config.train.seed, schedule.microbatches * mesh.replicas)
     pipeline = Pipeline(
         loss_fn,
         init_fn,
         optimizer.build(config.optimizer, config.train.steps),
         buckets=data.batch_specs,
-        mesh=jax.local_devices()[: config.mesh.stages],
+        mesh=lay_out(
+            jax.devices(),
+            stages=mesh.stages,
+            replicas=mesh.replicas,
+            data=mesh.data,
+            tensor=mesh.tensor,
+        ),
+        job=job,
+        shard_over_replicas=config.optimizer.shard_over_replicas,
         hint=schedule.hint,
         mode=schedule.mode,
         activation_budget=schedule.activation_budget,
         launch_ahead=schedule.launch_ahead,
         deterministic=schedule.deterministic,
+        agreement=schedule.agreement,
         max_grad_norm=config.optimizer.max_grad_norm,
         remat=config.model.remat,
         stall_timeout_s=schedule.stall_timeout_s,
+        compile_timeout_s=config.transport.compile_timeout_s,
         delays=ExponentialDelays(
             compute_s=variability.compute_delay_s,
             transfer_s=variability.transfer_delay_s,

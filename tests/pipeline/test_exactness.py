@@ -58,7 +58,7 @@ def test_initial_parameters_equal_those_of_the_whole_initialisation_bitwise():
 def test_a_stage_materialises_its_own_parameters_only():
     pipeline = build(Toy(num_stages=4, tied=False), evaluation=False)
     state = pipeline.init(RNG)
-    sizes = [sum(leaf.size for leaf in stage.params) for stage in state.stages]
+    sizes = [sum(leaf.size for leaf in stage.params) for stage in state.stages.values()]
     layer, table = 2 * 8 * 16 + 8, 13 * 8
     assert sizes == [layer + table, layer, layer, layer + table]
 

@@ -25,8 +25,8 @@ def build(toy, **options):
 
 def snapshot(state):
     # Typed keys are no numpy arrays; they never change anyway.
-    leaves = [leaf for s in state.stages for leaf in jax.tree.leaves((s.params, s.opt_state))]
-    return [np.array(leaf) for leaf in leaves]
+    owned = [(stage.params, stage.opt_state) for stage in state.stages.values()]
+    return [np.array(leaf) for leaf in jax.tree.leaves(owned)]
 
 
 def assert_equal(before, after):
@@ -258,7 +258,7 @@ def test_no_program_is_compiled_after_the_start_and_microbatch_counts_share_them
     lengths = (8, 16, 32)
     pipeline = build(toy, buckets=microbatches(3, lengths=lengths), evaluation=True)
     state = pipeline.init(RNG)
-    programs = [kernels.tasks for kernels in pipeline.kernels]
+    programs = [kernels.tasks for kernels in pipeline.programs.groups.values()]
     assert all(len(tasks) <= 3 * 3 for tasks in programs)
     random = np.random.default_rng(0)
     state, _ = pipeline.step(state, microbatches(4, lengths=lengths))

@@ -19,12 +19,12 @@ class PipelineState:
     """Everything that a step changes.
 
     Attributes:
-      stages: First stage to last, each on its own devices.
+      stages: The stages of this process by their index, each on its devices in all replicas.
       step: Steps tried; seeds dropout, so a skipped step is not repeated.
       updates: Optimizer updates applied; what learning rate schedules count.
     """
 
-    stages: tuple[StageState, ...]
+    stages: dict[int, StageState]
     step: int
     updates: int
 
@@ -41,8 +41,11 @@ class StepMetrics:
       skipped: Why no update was applied, or None if one was.
       step_time_s: Wall time of the whole step.
       busy_fraction: Share of the stages' time in which they ran a kernel.
-      times: When each task was ready, launched, started and finished.
-      peak_held_bytes: For each stage, the most that was charged to its budget.
+      num_microbatches: Of the step, all replicas together; replica r of n has the r-th n-th
+        of them.
+      times: When each task of this process was ready, launched, started and finished. Tasks
+        have the number of their microbatch in the whole step.
+      peak_held_bytes: For each stage, the most that was charged to its budget in a replica.
       peak_live_bytes: For each stage, the most that admitted microbatches really held;
         0 unless the pipeline was built with ``measure_memory=True``.
     """
@@ -54,6 +57,7 @@ class StepMetrics:
     skipped: str | None
     step_time_s: float
     busy_fraction: float
+    num_microbatches: int
     times: Mapping[Task, TaskTimes]
     peak_held_bytes: tuple[int, ...]
     peak_live_bytes: tuple[int, ...]
@@ -75,7 +79,8 @@ class Gradients:
       loss: Loss sum over weight.
       weight: How much counted.
       norm: The gradient's 2-norm.
-      tree: The gradient as the whole parameter tree, in host memory.
+      tree: The gradient as the whole parameter tree, in host memory; in process 0 alone,
+        None in others.
     """
 
     loss: float
