@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rrfp_jax.config import RunConfig
     from rrfp_jax.config_file import load_config
     from rrfp_jax.hints import Hint
+    from rrfp_jax.job.start import Job, start_job
     from rrfp_jax.pipeline import Pipeline
     from rrfp_jax.stages.boundary import stage_boundary
     from rrfp_jax.stages.rng import microbatch_rng
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Hint": "rrfp_jax.hints",
+    "Job": "rrfp_jax.job.start",
     "Kind": "rrfp_jax.task",
     "Pipeline": "rrfp_jax.pipeline",
     "PipelineState": "rrfp_jax.step",
@@ -32,10 +34,12 @@ _HOMES = {
     "load_config": "rrfp_jax.config_file",
     "microbatch_rng": "rrfp_jax.stages.rng",
     "stage_boundary": "rrfp_jax.stages.boundary",
+    "start_job": "rrfp_jax.job.start",
 }
 
 __all__ = [
     "Hint",
+    "Job",
     "Kind",
     "Pipeline",
     "PipelineState",
@@ -45,6 +49,7 @@ __all__ = [
     "load_config",
     "microbatch_rng",
     "stage_boundary",
+    "start_job",
 ]
 
 

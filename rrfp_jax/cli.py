@@ -2,7 +2,8 @@
 
 Parsing and configs come first and need no jax; a command's module is imported when the
 command is known to be a good one. Exit codes: 0 done, 1 failed or beyond a stated
-limit, 2 a bad config or command line, 130 interrupted, 143 terminated.
+limit, 2 a bad config or command line, 75 another process was lost, so that another try may
+succeed, 130 interrupted, 143 terminated.
 
 Errors that the package raises on purpose are told in their own words; all others keep
 their traceback.
@@ -11,6 +12,7 @@ their traceback.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import signal
@@ -19,15 +21,21 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
 from rrfp_jax.config import RunConfig
-from rrfp_jax.config_file import ConfigError, load_config
+from rrfp_jax.config_file import ConfigError, dump_config, load_config
 from rrfp_jax.hints import Hint, load_hint
+from rrfp_jax.job.errors import EXIT_FAILED, EXIT_RETRY, lost_process
+from rrfp_jax.job.launcher import LaunchPlan, plan_launch
 
-EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143
+
+if TYPE_CHECKING:
+    from rrfp_jax.job.start import Job
+
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 _EPILOG = """
@@ -47,12 +55,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
     code = _run(arguments)
-    if any(thread.name.startswith("rrfp-") for thread in threading.enumerate()):
-        # Still inside a kernel, where no thread can be ended: the interpreter would wait for
-        # it, or abort. Everything is closed by now.
+    if _is_held():
         sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _is_held() -> bool:
+    """Whether the interpreter could not end: everything that is ours is closed by now.
+
+    A thread inside a kernel cannot be ended, and the interpreter would wait for it or abort.
+    jax would wait for the other processes of a job that has failed.
+    """
+    inside = any(thread.name.startswith("rrfp-") for thread in threading.enumerate())
+    jax = sys.modules.get("jax")
+    return inside or (jax is not None and jax.distributed.is_initialized())
 
 
 class _TerminatedError(KeyboardInterrupt):
@@ -89,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if error.__cause__ is not None and not _is_ours(cause := _root_cause(error)):
             where = _innermost(cause)
             errors.print(f"raised at {where.filename}:{where.lineno}, in {where.name}")
-        return EXIT_FAILED
+        return EXIT_FAILED if lost_process(error) is None else EXIT_RETRY
 
 
 def _root_cause(error: BaseException) -> BaseException:
@@ -111,20 +128,25 @@ def _console(*, quiet: bool = False) -> Console:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
+    plan = _plan(arguments)
+    config = _load(arguments, plan)
     from rrfp_jax.commands import train
 
-    train.run(config, _console(), name=Path(arguments.config).stem)
+    with _job(plan, config) as job:
+        train.run(config, _console(), name=Path(arguments.config).stem, job=job)
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
+    plan = _plan(arguments)
+    config = _load(arguments, plan)
     from rrfp_jax.commands import check
 
-    console = _console(quiet=arguments.json)
-    verdict = check.run(config, console, tolerance=arguments.tolerance)
-    return verdict.conclude(console, as_json=arguments.json)
+    leads = plan.process_index == 0
+    console = _console(quiet=arguments.json or not leads)
+    with _job(plan, config) as job:
+        verdict = check.run(config, console, tolerance=arguments.tolerance, job=job)
+    return verdict.conclude(console, as_json=arguments.json and leads)
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -162,14 +184,43 @@ def _bench_dispatch(arguments: argparse.Namespace) -> int:
     return bench_dispatch.run(console).conclude(console, as_json=arguments.json)
 
 
-def _load(arguments: argparse.Namespace) -> RunConfig:
-    """The config, and before jax is imported as many host devices as it needs.
+def _plan(arguments: argparse.Namespace) -> LaunchPlan:
+    """Which process of which job this is."""
+    try:
+        return plan_launch(
+            os.environ,
+            coordinator=arguments.coordinator,
+            num_processes=arguments.num_processes,
+            process_index=arguments.process_index,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _job(plan: LaunchPlan, config: RunConfig) -> Job:
+    """Starts this process's part of the job."""
+    from rrfp_jax.job.post import PostOptions
+    from rrfp_jax.job.start import start_job
+
+    transport = config.transport
+    options = PostOptions(
+        security=transport.security,
+        peer_timeout_s=transport.peer_timeout_s,
+        start_timeout_s=transport.start_timeout_s,
+    )
+    digest = hashlib.sha256(dump_config(config).encode()).hexdigest()
+    return start_job(plan, options, {"a config with the SHA-256": digest[:16]})
+
+
+def _load(arguments: argparse.Namespace, plan: LaunchPlan) -> RunConfig:
+    """The config, and before jax is imported as many host devices as it needs here.
 
     The hint is found here, though the config's own checks are done: a wrong name is to
     cost no import of jax. A user's hint may import it, so the devices come first.
     """
     config = load_config(arguments.config, arguments.overrides)
-    _use_host_devices(config.mesh.stages)
+    num_devices = config.mesh.num_devices
+    _use_host_devices(max(1, num_devices // plan.num_processes), of=num_devices)
     _find_hint(config.schedule.hint, of="schedule.hint: ")
     return config
 
@@ -184,15 +235,23 @@ def _find_hint(name: str, *, of: str = "") -> Hint:
         raise ConfigError(f"{of}{error}") from error
 
 
-def _use_host_devices(count: int) -> None:
+def _use_host_devices(count: int, *, of: int = 0) -> None:
     """Makes CPU devices for the stages, unless the user has said how many there are.
 
-    Has no effect where jax runs on GPUs: the flag concerns the host platform alone.
+    Has no effect where jax runs on GPUs: both settings concern the host platform alone.
+
+    Args:
+      count: Of this process.
+      of: Of the whole job. How a kernel on the CPU divides its sums depends on the threads
+        that jax makes, which are as many as cores or devices, whichever are more. The
+        same number of them in every process makes a run bitwise the same in one process and
+        in many.
     """
     assert "jax" not in sys.modules, "XLA_FLAGS must be set before jax is imported"
     flags = os.environ.get("XLA_FLAGS", "")
     if _DEVICE_COUNT not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_COUNT}={count}".strip()
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, count, of)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -206,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train what a config describes")
     _takes_config(train)
+    _takes_launch(train)
     train.set_defaults(command=_train)
 
     check = commands.add_parser(
@@ -215,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
         "whole model, and compares loss, gradients and norm. Exits with 1 beyond the tolerance.",
     )
     _takes_config(check)
+    _takes_launch(check)
     check.add_argument(
         "--tolerance",
         type=_positive,
@@ -254,6 +315,17 @@ def _takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES_HELP)
 
 
+def _takes_launch(parser: argparse.ArgumentParser) -> None:
+    several = parser.add_argument_group(
+        "several processes",
+        "Read from the variables of SLURM, Open MPI, Kubernetes or rrfp launch where they are "
+        "not given; see docs/launching.md.",
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    several.add_argument("--num-processes", type=_count, metavar="N", help="of the whole job")
+    several.add_argument("--process-index", type=_index, metavar="I", help="of this one, from 0")
+
+
 def _takes_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -261,6 +333,12 @@ def _takes_json(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
+    return int(text)
+
+
+def _index(text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
     return int(text)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
+# Of a process: it has failed; another one was lost, so that the job is worth another try.
+EXIT_FAILED, EXIT_RETRY = 1, 75
+
 
 class JobError(RuntimeError):
     """The job cannot go on, or not even start; the message says who is concerned."""

@@ -283,6 +283,12 @@ class Post:
             if handler in self._losses:
                 self._losses.remove(handler)
 
+    def wait_for_failure(self, timeout_s: float) -> JobError | None:
+        """What ended the job, if that comes to be known in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, timeout_s)
+            return self._failure
+
     def check(self) -> None:
         """Raises what ended the job, if something has."""
         if self._failure is not None:

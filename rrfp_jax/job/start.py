@@ -18,6 +18,8 @@ import logging
 import os
 import platform
 import socket
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,7 +27,7 @@ from typing import Self
 
 import jax
 
-from rrfp_jax.job.errors import JobError, lost_process
+from rrfp_jax.job.errors import EXIT_FAILED, EXIT_RETRY, JobError, lost_process
 from rrfp_jax.job.launcher import LaunchPlan, plan_launch
 from rrfp_jax.job.post import Post, PostOptions
 from rrfp_jax.job.rendezvous import rendezvous
@@ -35,6 +37,38 @@ _log = logging.getLogger("rrfp_jax")
 
 # How long a process that is done waits for the others to be done.
 _END_TIMEOUT_S = 60.0
+# How long a process may go on after another one was lost. It ends by itself wherever it
+# waits for others; this is for compiling, and for collectives that never come back.
+_GRACE_S = 12.0
+
+
+class _Watch:
+    """Ends the process when it does not end by itself after another one was lost."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def begin(self, error: JobError) -> None:
+        """Somebody was lost, or has given up."""
+        with self._lock:
+            if not self._is_over and self._timer is None:
+                self._timer = threading.Timer(_GRACE_S, self._end, [error])
+                self._timer.daemon = True
+                self._timer.start()
+
+    def cancel(self) -> None:
+        """The process is ending."""
+        with self._lock:
+            self._is_over = True
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _end(self, error: JobError) -> None:
+        # The main thread is inside the compiler or a collective, where nothing reaches it.
+        print(f"{error} (ended {_GRACE_S:g} s later)", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED if lost_process(error) is None else EXIT_RETRY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +80,14 @@ class Job:
       num_processes: Of the job.
       run_id: The same in all of them, new for each start; empty for one process.
       post: The messages between them; None for one process.
+      watch: Ends this process some time after another one was lost.
     """
 
     process_index: int = 0
     num_processes: int = 1
     run_id: str = ""
     post: Post | None = None
+    watch: _Watch | None = None
 
     def __enter__(self) -> Self:
         """Nothing: the job has been started."""
@@ -66,6 +102,8 @@ class Job:
         """Ends the job: together, or by telling the others why not."""
         if self.post is None:
             return
+        if self.watch is not None:
+            self.watch.cancel()
         if error is not None:
             words = str(error) or type(error).__name__
             self.post.abort(words, lost_process(error))
@@ -116,11 +154,14 @@ def start_job(
         store=JobStore(f"rrfp/{run_id}"),
         options=options,
     )
+    watch = _Watch()
+    post.on_loss(watch.begin)
     return Job(
         process_index=plan.process_index,
         num_processes=plan.num_processes,
         run_id=run_id,
         post=post,
+        watch=watch,
     )
 
 

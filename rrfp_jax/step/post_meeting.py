@@ -12,13 +12,15 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rrfp_jax.dispatch.driver import StepFailedError
 from rrfp_jax.dispatch.moves import ArrayMover
-from rrfp_jax.job.errors import lost_process
+from rrfp_jax.job.errors import JobError, lost_process
 from rrfp_jax.job.post import Post
 from rrfp_jax.job.start import Job
 from rrfp_jax.step.meeting import LocalMeeting, Meeting
 
 # How long process 0 waits for what the others have to say about a step that failed.
 _REPORTS_TIMEOUT_S = 5.0
+# How long after a failed kernel a lost process may still be noticed.
+_LOSS_TIMEOUT_S = 3.0
 
 
 def meet(job: Job | None, timeout_s: float) -> Meeting:
@@ -102,13 +104,19 @@ class PostMeeting(Meeting):
 
     def give_up(self, error: StepFailedError) -> StepFailedError:
         """Tells the others; process 0 adds what they report."""
-        self._post.abort(str(error), lost_process(error))
-        if self.process_index != 0:
-            return error
-        reports = self._post.collect_reports(_REPORTS_TIMEOUT_S)
-        told = [f"process {index} reports:\n{text}" for index, text in sorted(reports.items())]
-        whole = StepFailedError("\n".join([str(error), *told]))
-        whole.__cause__ = error.__cause__
+        cause, words = error.__cause__, str(error)
+        # A kernel fails at once when a process dies that it sums with; who has died is known a
+        # moment later.
+        loss = None if isinstance(cause, JobError) else self._post.wait_for_failure(_LOSS_TIMEOUT_S)
+        if loss is not None:
+            cause, words = loss, f"{loss}\n{words}"
+        self._post.abort(words, lost_process(cause))
+        if self.process_index == 0:
+            reports = self._post.collect_reports(_REPORTS_TIMEOUT_S)
+            told = [f"process {i} reports:\n{text}" for i, text in sorted(reports.items())]
+            words = "\n".join([words, *told])
+        whole = StepFailedError(words)
+        whole.__cause__ = cause
         return whole
 
     def _name(self, topic: str) -> str:

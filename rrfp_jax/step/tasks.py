@@ -157,7 +157,8 @@ class TaskRunner:
                 stall_timeout_s=self._stall_timeout_s,
             )
         except StepFailedError as error:
-            raise self._meeting.give_up(error) from error.__cause__
+            whole = self._meeting.give_up(error)
+            raise whole from whole.__cause__
         return self._results(runs, accumulators)
 
     def _cores(

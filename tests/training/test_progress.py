@@ -20,6 +20,7 @@ def record(step, *, held_out_loss=None, skipped=None):
             skipped=skipped,
             step_time_s=0.2,
             busy_fraction=0.57,
+            num_microbatches=1,
             times={},
             peak_held_bytes=(),
             peak_live_bytes=(),
