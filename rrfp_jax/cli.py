@@ -28,10 +28,10 @@ from rich.console import Console
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config_file import ConfigError, dump_config, load_config
 from rrfp_jax.hints import Hint, load_hint
-from rrfp_jax.job.errors import EXIT_FAILED, EXIT_RETRY, lost_process
+from rrfp_jax.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RETRY, lost_process
 from rrfp_jax.job.launcher import LaunchPlan, plan_launch
 
-EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143
+EXIT_BAD_CONFIG, EXIT_TERMINATED = 2, 143
 
 if TYPE_CHECKING:
     from rrfp_jax.job.start import Job

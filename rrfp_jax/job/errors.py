@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-# Of a process: it has failed; another one was lost, so that the job is worth another try.
-EXIT_FAILED, EXIT_RETRY = 1, 75
+# Of a process: it has failed; another one was lost, so that the job is worth another try;
+# it was interrupted.
+EXIT_FAILED, EXIT_RETRY, EXIT_INTERRUPTED = 1, 75, 130
 
 
 class JobError(RuntimeError):

@@ -6,11 +6,12 @@
 In one process nothing is started. In several, they meet (`rrfp_jax.job.rendezvous`),
 `jax.distributed` is initialised, and the post between them is opened. Left without an error,
 the block waits for the others, so that nobody is taken for dead; left with one, it tells
-them and waits for nobody.
+them and waits for nobody, and the process's exit code says whether another try may help.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import ipaddress
@@ -20,14 +21,15 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import jax
 
-from rrfp_jax.job.errors import EXIT_FAILED, EXIT_RETRY, JobError, lost_process
+from rrfp_jax.job.coordination import CoordinationService, initialize
+from rrfp_jax.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RETRY, JobError, lost_process
 from rrfp_jax.job.launcher import LaunchPlan, plan_launch
 from rrfp_jax.job.post import Post, PostOptions
 from rrfp_jax.job.rendezvous import rendezvous
@@ -81,6 +83,7 @@ class Job:
       run_id: The same in all of them, new for each start; empty for one process.
       post: The messages between them; None for one process.
       watch: Ends this process some time after another one was lost.
+      service: jax's coordination service, which process 0 has started.
     """
 
     process_index: int = 0
@@ -88,6 +91,7 @@ class Job:
     run_id: str = ""
     post: Post | None = None
     watch: _Watch | None = None
+    service: CoordinationService | None = None
 
     def __enter__(self) -> Self:
         """Nothing: the job has been started."""
@@ -108,10 +112,26 @@ class Job:
             words = str(error) or type(error).__name__
             self.post.abort(words, lost_process(error))
             self.post.close()
+            # At the end of the process jax would wait for the others, some of whom may be dead.
+            atexit.register(_end_at_once, _exit_code(error))
             return
         self.post.gather("the end of the job", b"", _END_TIMEOUT_S)
         self.post.close()
         jax.distributed.shutdown()
+        if self.service is not None:
+            self.service.close()
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if lost_process(error) is None else EXIT_RETRY
+
+
+def _end_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def start_job(
@@ -135,25 +155,32 @@ def start_job(
     if plan.num_processes == 1:
         return Job()
     host, port = plan.address
-    run_id = rendezvous(plan, {**_versions(), **(facts or {})}, options.start_timeout_s)
-    try:
-        with _without_proxies():
-            jax.distributed.initialize(
-                coordinator_address=f"{host}:{port}",
-                num_processes=plan.num_processes,
-                process_id=plan.process_index,
-                initialization_timeout=max(1, int(options.start_timeout_s)),
-                coordinator_bind_address=f"{host}:{port}",
+    address = f"{host}:{port}"
+    # jax's own watch is slower than ours by far, and ends processes without a word.
+    heartbeat_timeout_s = max(100, int(3 * options.peer_timeout_s))
+    with contextlib.ExitStack() as stack:
+        service = None
+        if plan.process_index == 0:
+            service = stack.enter_context(
+                CoordinationService(address, plan.num_processes, heartbeat_timeout_s)
             )
-    except RuntimeError as error:
-        raise JobError(f"jax.distributed did not start at {host}:{port}: {error}") from error
-    post = Post.open(
-        process_index=plan.process_index,
-        num_processes=plan.num_processes,
-        host=reachable_host(host, port),
-        store=JobStore(f"rrfp/{run_id}"),
-        options=options,
-    )
+        run_id = rendezvous(plan, {**_versions(), **(facts or {})}, options.start_timeout_s)
+        if service is not None:
+            service.begin(options.start_timeout_s)
+        initialize(
+            address,
+            plan.num_processes,
+            plan.process_index,
+            timeout_s=options.start_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        post = Post.open(
+            process_index=plan.process_index,
+            num_processes=plan.num_processes,
+            host=reachable_host(host, port),
+            store=JobStore(f"rrfp/{run_id}"),
+            options=options,
+        )
     watch = _Watch()
     post.on_loss(watch.begin)
     return Job(
@@ -162,6 +189,7 @@ def start_job(
         run_id=run_id,
         post=post,
         watch=watch,
+        service=service,
     )
 
 
@@ -180,15 +208,3 @@ def _versions() -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
     }
-
-
-@contextlib.contextmanager
-def _without_proxies() -> Iterator[None]:
-    """A proxy is for the world outside; gRPC would send what is for the coordinator there."""
-    hidden = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import threading
-from typing import Any, final
+from typing import final
 
+from rrfp_jax.job.coordination import client
 from rrfp_jax.job.errors import JobError
 
 
@@ -62,7 +63,7 @@ class JobStore(Store):
     """
 
     def __init__(self, prefix: str) -> None:
-        self._client = _client()
+        self._client = client()
         self._prefix = prefix
 
     def set(self, key: str, value: bytes) -> None:
@@ -85,16 +86,6 @@ class JobStore(Store):
                 raise JobError(_not_set(key, timeout_s)) from error
             raise JobError(f"the coordinator did not give {key!r}: {error}") from error
         return value
-
-
-def _client() -> Any:
-    # jax has no public name for its key-value store; everything that depends on that is here.
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    if client is None:
-        raise JobError("jax.distributed is not initialised; start the job with start_job().")
-    return client
 
 
 def _set_twice(key: str) -> str:

@@ -82,7 +82,8 @@ class Process:
             done = self._changed.wait_for(
                 lambda: any(text in line for line in self._lines) or self._ended, timeout_s
             )
-        assert done and text in self.output, f"expected {text!r} in {timeout_s} s:\n{self.output}"
+        assert done, f"expected {text!r} within {timeout_s} s:\n{self.output}"
+        assert text in self.output, f"ended without {text!r}:\n{self.output}"
 
     def wait(self, timeout_s: float) -> int:
         """Waits until it has ended. Returns its exit code; of a signal, minus its number."""
@@ -127,7 +128,7 @@ def job(
 
     Args:
       count: Of the processes that the job has.
-      arguments: Of the interpreter, such as ``["-m", "rrfp_jax", "train", ...]``.
+      arguments: Of the interpreter, such as ``["-m", "rrfp_jax.cli", "train", ...]``.
       devices: Of each process.
       extra: Variables beside those of a launch.
       indices: Which processes to start; all by default.
