@@ -43,6 +43,8 @@ examples:
   rrfp train configs/lm_tiny.yaml train.steps=40 run.dir=/tmp/first
   rrfp train configs/lm_tiny.yaml schedule.hint=1f1b schedule.mode=fixed
   rrfp check configs/lm_tiny.yaml model.tie_embeddings=false
+  rrfp launch 4 configs/lm_tp.yaml train.steps=40
+  rrfp doctor
   rrfp hints bfw --stages 4 --microbatches 8
   rrfp bench kernels
 """
@@ -135,6 +137,38 @@ def _train(arguments: argparse.Namespace) -> int:
     with _job(plan, config) as job:
         train.run(config, _console(), name=Path(arguments.config).stem, job=job)
     return 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    count, given = arguments.count, [*filter(None, [arguments.config]), *arguments.overrides]
+    if arguments.config is not None:
+        config = load_config(arguments.config, arguments.overrides)
+        if config.mesh.num_devices % count:
+            raise ConfigError(
+                f"{config.mesh.num_devices} devices (mesh.replicas x mesh.stages x mesh.data x "
+                f"mesh.tensor) do not divide over {count} processes; start a number that divides "
+                "them, or change the mesh."
+            )
+    elif not arguments.doctor:
+        raise ConfigError("expected a config to train, such as configs/lm_tiny.yaml, or --doctor.")
+    from rrfp_jax.commands import launch
+
+    return launch.run(count, ["doctor" if arguments.doctor else "train", *given])
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    plan = _plan(arguments)
+    config = load_config(arguments.config, arguments.overrides) if arguments.config else RunConfig()
+    num_devices = config.mesh.num_devices if arguments.config else plan.num_processes
+    _use_host_devices(max(1, num_devices // plan.num_processes), of=num_devices)
+    from rrfp_jax.commands import doctor
+
+    leads = plan.process_index == 0
+    console = _console(quiet=arguments.json or not leads)
+    verdict = doctor.run(
+        console, plan, lambda: _job(plan, config), config if arguments.config else None
+    )
+    return verdict.conclude(console, as_json=arguments.json and leads)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -267,6 +301,34 @@ def _parser() -> argparse.ArgumentParser:
     _takes_config(train)
     _takes_launch(train)
     train.set_defaults(command=_train)
+
+    launch = commands.add_parser(
+        "launch",
+        help="train in several processes on this machine",
+        description="Starts N processes of `rrfp train` on this machine, each with its share of "
+        "the devices, and prints what they say behind their numbers. One Ctrl-C ends all. Exits "
+        "with the code of the first that failed.",
+    )
+    launch.add_argument("count", type=_count, metavar="N", help="how many processes")
+    launch.add_argument("config", nargs="?", metavar="CONFIG", help=_CONFIG_HELP)
+    launch.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES_HELP)
+    launch.add_argument(
+        "--doctor", action="store_true", help="look at the processes instead of training"
+    )
+    launch.set_defaults(command=_launch)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at the machine, and at the processes of a job",
+        description="Prints devices, versions, network interfaces and what the launcher's "
+        "variables say; in a job of several processes also how fast messages are between them. "
+        "Says what is wrong, in words, and exits with 1 if anything is.",
+    )
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help="also whether it fits")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES_HELP)
+    _takes_launch(doctor)
+    _takes_json(doctor)
+    doctor.set_defaults(command=_doctor)
 
     check = commands.add_parser(
         "check",

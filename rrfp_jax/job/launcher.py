@@ -50,7 +50,7 @@ class LaunchPlan:
     process_index: int = 0
     num_processes: int = 1
     coordinator: str | None = None
-    source: str = "nobody: one process"
+    source: str = "no launcher"
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -137,7 +137,6 @@ def _from_own_variables(environment: Mapping[str, str]) -> LaunchPlan | None:
     if NUM_PROCESSES not in environment and PROCESS_INDEX not in environment:
         return None
     index = environment.get(PROCESS_INDEX, environment.get("JOB_COMPLETION_INDEX"))
-    source = f"{NUM_PROCESSES} and {PROCESS_INDEX}"
     if index is None or NUM_PROCESSES not in environment:
         missing = PROCESS_INDEX if index is None else NUM_PROCESSES
         raise ValueError(
@@ -147,7 +146,7 @@ def _from_own_variables(environment: Mapping[str, str]) -> LaunchPlan | None:
         process_index=_number(PROCESS_INDEX, index),
         num_processes=_number(NUM_PROCESSES, environment[NUM_PROCESSES]),
         coordinator=environment.get(COORDINATOR),
-        source=source,
+        source="RRFP variables",
     )
 
 

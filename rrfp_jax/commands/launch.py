@@ -1,0 +1,149 @@
+"""``rrfp launch``: several processes of one job on this machine.
+
+Each is started in a session of its own, so that a Ctrl-C reaches this process alone, which
+hands it on once. Whatever happens, none is left behind: who does not end in time is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from rrfp_jax.job.launcher import COORDINATOR, NUM_PROCESSES, PROCESS_INDEX
+
+# How long the others may go on after one has failed; longer than it takes them to notice.
+_AFTER_FAILURE_S = 40.0
+# How long all have after each of these, when they are told to end.
+_PATIENCE_S = {signal.SIGINT: 10.0, signal.SIGTERM: 5.0, signal.SIGKILL: 5.0}
+_COLORS = (36, 33, 35, 32, 34, 31, 96, 93)
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def run(count: int, command: Sequence[str]) -> int:
+    """Runs a command in every process of a job.
+
+    Args:
+      count: How many processes.
+      command: Of ``rrfp``, with its arguments.
+
+    Returns:
+      0, or the exit code of the first process that failed.
+    """
+    job = _Processes(count, command)
+    try:
+        return job.wait()
+    except KeyboardInterrupt:
+        # SIGTERM comes as one too; the others are asked as if by Ctrl-C, the gentlest way.
+        job.end(signal.SIGINT)
+        raise
+    finally:
+        job.end(signal.SIGTERM)
+
+
+def environment_of(index: int, count: int, port: int, outer: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one process.
+
+    Args:
+      index: Of the process.
+      count: Of the job.
+      port: Of the coordinator, on the loopback.
+      outer: The variables of this process. GPUs that are named there are shared out.
+    """
+    inner = {
+        **outer,
+        COORDINATOR: f"127.0.0.1:{port}",
+        NUM_PROCESSES: str(count),
+        PROCESS_INDEX: str(index),
+        "PYTHONUNBUFFERED": "1",
+    }
+    gpus = [gpu for gpu in outer.get(_GPUS, "").split(",") if gpu]
+    if gpus and len(gpus) % count == 0:
+        each = len(gpus) // count
+        inner[_GPUS] = ",".join(gpus[index * each : (index + 1) * each])
+    return inner
+
+
+class _Processes:
+    """The processes, and a thread for the output of each."""
+
+    def __init__(self, count: int, command: Sequence[str]) -> None:
+        port = _free_port()
+        self._output = threading.Lock()
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        for index in range(count):
+            child = subprocess.Popen(
+                [sys.executable, "-m", "rrfp_jax.cli", *command],
+                env=environment_of(index, count, port, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            thread = threading.Thread(target=self._follow, args=(index, child), daemon=True)
+            thread.start()
+            self._children.append(child)
+            self._threads.append(thread)
+
+    def wait(self) -> int:
+        """Waits for all; once one has failed, for the others no longer than they may take."""
+        first_code, deadline_s = 0, None
+        for _ in self._children:
+            try:
+                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                index, code = self._ended.get(timeout=left_s)
+            except queue.Empty:
+                return first_code
+            if code and not first_code:
+                first_code = code if code > 0 else 128 - code
+                deadline_s = time.monotonic() + _AFTER_FAILURE_S
+                self._say(f"process {index} ended with exit code {first_code}")
+        return first_code
+
+    def end(self, first: signal.Signals) -> None:
+        """Ends those that are left: asks, asks again, and at last does not ask."""
+        for number in list(_PATIENCE_S)[list(_PATIENCE_S).index(first) :]:
+            left = [child for child in self._children if child.poll() is None]
+            for child in left:
+                child.send_signal(number)
+            deadline_s = time.monotonic() + _PATIENCE_S[number]
+            for child in left:
+                try:
+                    child.wait(max(0.0, deadline_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    break
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def _follow(self, index: int, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        prefix = f"[{index}] "
+        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+            prefix = f"\x1b[{_COLORS[index % len(_COLORS)]}m{prefix}\x1b[0m"
+        for line in child.stdout:
+            self._print(prefix.encode() + line.removesuffix(b"\n") + b"\n")
+        self._ended.put((index, child.wait()))
+
+    def _say(self, text: str) -> None:
+        self._print(f"{text}\n".encode())
+
+    def _print(self, line: bytes) -> None:
+        with self._output:  # one line at a time, whole
+            sys.stdout.flush()
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
