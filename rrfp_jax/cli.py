@@ -139,6 +139,20 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_agreement(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import bench_agreement
+
+    console = _console(quiet=arguments.json)
+    return bench_agreement.run(console).conclude(console, as_json=arguments.json)
+
+
+def _bench_transport(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import bench_transport
+
+    console = _console(quiet=arguments.json)
+    return bench_transport.run(console).conclude(console, as_json=arguments.json)
+
+
 def _launch(arguments: argparse.Namespace) -> int:
     count, given = arguments.count, [*filter(None, [arguments.config]), *arguments.overrides]
     if arguments.config is not None:
@@ -365,6 +379,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, text in (
         ("kernels", _bench_kernels, "F + B + W against one backward; bytes that stages hold"),
         ("dispatch", _bench_dispatch, "what choosing and launching costs on the host"),
+        ("agreement", _bench_agreement, "what agreeing costs the processes that share a stage"),
+        ("transport", _bench_transport, "latency and bandwidth of messages between processes"),
     ):
         each = benches.add_parser(name, help=text, description=f"Measures {text}.")
         _takes_json(each)

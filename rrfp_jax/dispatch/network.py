@@ -37,13 +37,14 @@ import msgspec
 from rrfp_jax.dispatch.delays import Delays
 from rrfp_jax.dispatch.inprocess import InprocessTransport
 from rrfp_jax.dispatch.messages import Bundle
-from rrfp_jax.dispatch.notes import Decision, Note, Proposal, Ready
+from rrfp_jax.dispatch.notes import Note
 from rrfp_jax.dispatch.pieces import Assembly, CorruptPieceError, Piece, outgoing
 from rrfp_jax.dispatch.routes import Route, plan_route
 from rrfp_jax.dispatch.transport import Layout, Mailbox, Transport
+from rrfp_jax.dispatch.wire import NoteHeader, read_note, targets, write_note
 from rrfp_jax.job.errors import JobError
 from rrfp_jax.job.post import Post
-from rrfp_jax.task import Payload, Task
+from rrfp_jax.task import Payload
 from rrfp_jax.topology import Topology
 
 _log = logging.getLogger("rrfp_jax")
@@ -76,23 +77,12 @@ class _PieceHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         return self.replica, self.payload, self.target, self.microbatch
 
 
-class _NoteHeader(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    epoch: int
-    replica: int
-    stage: int
-    kind: str
-    number: int
-    what: str
-    microbatch: int = 0
-
-
 _Key: TypeAlias = tuple[int, Payload, int, int]
 _Received: TypeAlias = tuple[_PieceHeader, Sequence[memoryview]]
-_Header: TypeAlias = _PieceHeader | _NoteHeader
+_Header: TypeAlias = _PieceHeader | NoteHeader
 
 _write = msgspec.msgpack.Encoder().encode
 _read_piece = msgspec.msgpack.Decoder(_PieceHeader).decode
-_read_note = msgspec.msgpack.Decoder(_NoteHeader).decode
 
 
 @final
@@ -122,7 +112,7 @@ class NetworkTransport(Transport):
         self._incoming: queue.SimpleQueue[_Received | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         post.subscribe(_PIECES, lambda _, header, data: self._receive(_read_piece(header), data))
-        post.subscribe(_NOTES, lambda _, header, data: self._receive(_read_note(header), data))
+        post.subscribe(_NOTES, lambda _, header, data: self._receive(read_note(header), data))
 
     def open(self, step: int, mailbox: Mailbox) -> None:
         """Begins an epoch, and the threads of a step."""
@@ -159,11 +149,9 @@ class NetworkTransport(Transport):
     def tell(self, replica: int, stage: int, note: Note) -> None:
         """Sends a note at once: a Ready to the leader, all else to every other member."""
         members = self._topology.group(replica, stage).processes
-        targets = members[:1] if isinstance(note, Ready) else members
-        header = _write(_note_header(self._epoch, replica, stage, note))
-        for process in targets:
-            if process != self._process:
-                self._post.send(process, _NOTES, header)
+        header = write_note(self._epoch, replica, stage, note)
+        for member in targets(note, members.index(self._process), len(members)):
+            self._post.send(members[member], _NOTES, header)
 
     def close(self) -> None:
         """Ends the step's threads; whatever else comes for this step is dropped."""
@@ -243,7 +231,7 @@ class NetworkTransport(Transport):
         elif isinstance(header, _PieceHeader):
             self._incoming.put((header, data))
         else:
-            self._mailbox.hear(header.replica, header.stage, _note(header))
+            self._mailbox.hear(header.replica, header.stage, header.note)
 
     # The receiver.
 
@@ -352,33 +340,3 @@ def _bundle(header: _PieceHeader) -> Bundle:
         bucket=header.bucket,
         arrays=(),
     )
-
-
-def _note_header(epoch: int, replica: int, stage: int, note: Note) -> _NoteHeader:
-    match note:
-        case Ready(member=member, payload=payload, microbatch=microbatch):
-            kind, number, what = "ready", member, payload.value
-        case Decision(number=number, task=task):
-            kind, what, microbatch = "decision", str(task), 0
-        case Proposal(member=number, round=microbatch, task=task):
-            kind, what = "proposal", str(task)
-    return _NoteHeader(
-        epoch=epoch,
-        replica=replica,
-        stage=stage,
-        kind=kind,
-        number=number,
-        what=what,
-        microbatch=microbatch,
-    )
-
-
-def _note(header: _NoteHeader) -> Note:
-    if header.kind == "ready":
-        return Ready(
-            member=header.number, payload=Payload(header.what), microbatch=header.microbatch
-        )
-    task = Task.parse(header.what)
-    if header.kind == "decision":
-        return Decision(number=header.number, task=task)
-    return Proposal(member=header.number, round=header.microbatch, task=task)

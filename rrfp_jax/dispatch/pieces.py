@@ -17,9 +17,7 @@ import xxhash
 from jax.sharding import Sharding
 
 from rrfp_jax.dispatch.routes import Bounds, Region, Route, bounds_of, slices
-
-# Large enough for the full rate, small enough that a note waits a few milliseconds at most.
-PIECE_BYTES = 16 << 20
+from rrfp_jax.job.post import PIECE_BYTES
 
 Buffer = Any  # with the buffer protocol
 _Host = np.ndarray[Any, Any]

@@ -39,13 +39,16 @@ from rrfp_jax.job.store import Store
 
 _log = logging.getLogger("rrfp_jax")
 
-# Bytes of one buffer of a message: longer arrays are sent in pieces, between which others
-# get a turn. A peer that announces more is cut off before anything is allocated.
+# Long arrays are sent in pieces: large enough for the full rate, small enough that what is
+# behind them waits a few milliseconds at most.
+PIECE_BYTES = 1 << 20
+# Of one buffer. A peer that announces more is cut off before anything is allocated.
 LARGEST_BUFFER_BYTES = 64 << 20
 _LARGEST_FRAME_BYTES = LARGEST_BUFFER_BYTES + (1 << 20)
 # Messages to one process that it has not taken. A step's budget allows far fewer.
 _MOST_WAITING = 100_000
-_POLL_MS = 100
+# Between two looks at connections.
+_LOOK_MS = 50
 # A connection that was refused may have met a process between two listens; not for so long.
 _REFUSED_S = 1.5
 _LINGER_S = 2.0
@@ -75,13 +78,14 @@ class _Address(msgspec.Struct, array_like=True, frozen=True):
     public_key: bytes
 
 
-class _Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """Before every message: from whom, which one, and what for."""
+class _Letter(msgspec.Struct, array_like=True, frozen=True):
+    """The first frame of every message: from whom, which one, and what for."""
 
     token: bytes
     source: int
     number: int
     channel: str
+    header: bytes
 
 
 class _Abort(msgspec.Struct, array_like=True, frozen=True):
@@ -92,7 +96,7 @@ class _Abort(msgspec.Struct, array_like=True, frozen=True):
 # Channels of the post itself.
 _GATHER, _GATHERED, _ABORT, _BYE = "post/gather", "post/gathered", "post/abort", "post/bye"
 
-_read_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_read_letter = msgspec.msgpack.Decoder(_Letter).decode
 _write = msgspec.msgpack.Encoder().encode
 
 
@@ -245,11 +249,13 @@ class Post:
                 )
         peer = self._peers[process]
         with peer.lock:
-            envelope = _Envelope(self._token, self.process_index, peer.num_sent, channel)
+            letter = _Letter(self._token, self.process_index, peer.num_sent, channel, header)
             try:
-                peer.socket.send_multipart(
-                    [_write(envelope), header, *buffers], flags=zmq.NOBLOCK, copy=False
-                )
+                more = zmq.SNDMORE if buffers else 0
+                peer.socket.send(_write(letter), zmq.NOBLOCK | more)
+                if buffers:
+                    # Either all parts of a message are queued or none: they will not block.
+                    peer.socket.send_multipart(buffers, zmq.NOBLOCK, copy=False)
             except zmq.ZMQError as error:
                 raise self._failure or JobError(
                     f"process {process} takes no messages ({error}); {_MOST_WAITING} may wait."
@@ -351,6 +357,14 @@ class Post:
             )
             return dict(self._reports)
 
+    def wait_for_departures(self, timeout_s: float) -> bool:
+        """Whether all others have left, or cannot be reached, within a time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(p.has_left or not p.is_connected for p in self._peers.values()),
+                timeout_s,
+            )
+
     def close(self) -> None:
         """Says good-bye, and ends the thread and the sockets."""
         if self._closing:
@@ -412,64 +426,72 @@ class Post:
     # What follows runs on the post's own thread.
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        monitors = {peer.monitor: peer for peer in self._peers.values()}
-        for monitor in monitors:
-            poller.register(monitor, zmq.POLLIN)
+        # Waiting for the inbox alone is quicker than polling many sockets. The others are looked
+        # at now and then, a peer that never stops sending notwithstanding.
+        self._inbox.rcvtimeo = _LOOK_MS
+        looked_s = 0.0
         while not self._closing:
-            for socket, _ in poller.poll(_POLL_MS):
-                if socket is self._inbox:
-                    self._read_inbox()
-                else:
-                    self._read_monitor(monitors[socket])
-            self._watch()
+            self._read_inbox()
+            if time.monotonic() - looked_s >= _LOOK_MS / 1000:
+                looked_s = time.monotonic()
+                self._read_monitors()
+                self._watch()
 
     def _read_inbox(self) -> None:
-        # In turns with the monitors: a peer that never stops must not hide one that has.
-        for _ in range(256):
-            try:
-                frames = self._inbox.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._read(frames[1:])
-
-    def _read(self, frames: Sequence[zmq.Frame]) -> None:
+        """Waits for a message, not for long, and reads it."""
         try:
-            envelope = _read_envelope(frames[0].buffer)
-            header = frames[1].bytes
-        except (IndexError, msgspec.MsgspecError):
+            self._inbox.recv()  # the sender's address, which is of no use
+        except zmq.Again:
+            return
+        first = self._inbox.recv() if self._inbox.rcvmore else b""
+        # Small frames are quicker to copy, large ones are not copied.
+        rest = self._inbox.recv_multipart(copy=False) if self._inbox.rcvmore else []
+        self._read(first, [frame.buffer for frame in rest])
+
+    def _read(self, first: bytes, buffers: Sequence[memoryview]) -> None:
+        try:
+            letter = _read_letter(first)
+        except msgspec.MsgspecError:
             self._warn("a message that is none of ours")
             return
-        peer = self._peers.get(envelope.source)
-        if peer is None or not secrets.compare_digest(envelope.token, self._token):
+        peer = self._peers.get(letter.source)
+        if peer is None or not secrets.compare_digest(letter.token, self._token):
             self._warn("a message of another job, or of an earlier start of this one")
             return
-        if envelope.number < peer.num_received:
+        if letter.number < peer.num_received:
             self._warn(f"a repeated message of process {peer.index}")
             return
-        if envelope.number > peer.num_received:
+        if letter.number > peer.num_received:
             self._fail(
                 PeerLostError(
                     peer.index,
-                    f"{envelope.number - peer.num_received} messages of process {peer.index} to "
+                    f"{letter.number - peer.num_received} messages of process {peer.index} to "
                     f"process {self.process_index} were lost on the way; the connection broke.",
                 )
             )
             return
         peer.num_received += 1
-        handler = self._handlers.get(envelope.channel)
+        handler = self._handlers.get(letter.channel)
         if handler is None:
-            self._warn(f"a message on the channel {envelope.channel!r}, which nobody reads")
+            self._warn(f"a message on the channel {letter.channel!r}, which nobody reads")
             return
         try:
-            handler(peer.index, header, [frame.buffer for frame in frames[2:]])
+            handler(peer.index, letter.header, buffers)
         except Exception as error:  # whatever it was, it must not silence the post
-            _log.exception("a message on %s could not be handled", envelope.channel)
-            self._fail(JobError(f"a message on {envelope.channel!r} failed: {error}"))
+            _log.exception("a message on %s could not be handled", letter.channel)
+            self._fail(JobError(f"a message on {letter.channel!r} failed: {error}"))
 
-    def _read_monitor(self, peer: _Peer) -> None:
-        event = zmq.utils.monitor.recv_monitor_message(peer.monitor)["event"]
+    def _read_monitors(self) -> None:
+        for peer in self._peers.values():
+            while True:
+                try:
+                    event = zmq.utils.monitor.recv_monitor_message(peer.monitor, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._note(peer, event["event"])
+
+    def _note(self, peer: _Peer, event: int) -> None:
+        """Takes down what has become of a connection."""
         now_s = time.monotonic()
         with self._changed:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

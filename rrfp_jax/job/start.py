@@ -21,6 +21,7 @@ import platform
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,6 +40,10 @@ _log = logging.getLogger("rrfp_jax")
 
 # How long a process that is done waits for the others to be done.
 _END_TIMEOUT_S = 60.0
+# How long process 0, when it fails, stays for the others to leave: the coordination service
+# may end with it then, and otherwise lingers. Between saying good-bye and being gone a process
+# takes a moment.
+_DEPARTURE_S, _MOMENT_S = 3.0, 0.5
 # How long a process may go on after another one was lost. It ends by itself wherever it
 # waits for others; this is for compiling, and for collectives that never come back.
 _GRACE_S = 12.0
@@ -111,9 +116,13 @@ class Job:
         if error is not None:
             words = str(error) or type(error).__name__
             self.post.abort(words, lost_process(error))
-            self.post.close()
             # At the end of the process jax would wait for the others, some of whom may be dead.
             atexit.register(_end_at_once, _exit_code(error))
+            all_left = self.service is not None and self.post.wait_for_departures(_DEPARTURE_S)
+            self.post.close()
+            if self.service is not None and all_left:
+                time.sleep(_MOMENT_S)
+                self.service.close()
             return
         self.post.gather("the end of the job", b"", _END_TIMEOUT_S)
         self.post.close()
