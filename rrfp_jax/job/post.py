@@ -25,7 +25,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -142,6 +142,11 @@ class Post:
         self._inbox = inbox
         self._peers = peers
         self._guard = guard
+        self._at_the_door = inbox.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
         self._handlers: dict[str, Handler] = {
             _GATHER: self._on_gather,
             _GATHERED: self._on_gathered,
@@ -369,20 +374,22 @@ class Post:
         """Says good-bye, and ends the thread and the sockets."""
         if self._closing:
             return
-        for index in self._peers:
+        staying = [peer for peer in self._peers.values() if peer.is_connected and not peer.has_left]
+        for peer in staying:
             try:
-                self.send(index, _BYE, b"")
+                self.send(peer.index, _BYE, b"")
             except JobError:
-                _log.debug("process %d could not be told", index, exc_info=True)
+                _log.debug("process %d could not be told", peer.index, exc_info=True)
         self._closing = True
         self._thread.join()
         if self._guard is not None:
             self._guard.stop()
-        linger_ms = int(_LINGER_S * 1000)
         for peer in self._peers.values():
             peer.socket.disable_monitor()
             peer.monitor.close(linger=0)
-            peer.socket.close(linger=linger_ms)
+            peer.socket.close(linger=int(_LINGER_S * 1000) if peer in staying else 0)
+        self._inbox.disable_monitor()
+        self._at_the_door.close(linger=0)
         self._inbox.close(linger=0)
         self._context.term()
 
@@ -482,13 +489,11 @@ class Post:
             self._fail(JobError(f"a message on {letter.channel!r} failed: {error}"))
 
     def _read_monitors(self) -> None:
+        for _ in _events(self._at_the_door):
+            self._warn("a connection of a stranger, who has no key or speaks another language")
         for peer in self._peers.values():
-            while True:
-                try:
-                    event = zmq.utils.monitor.recv_monitor_message(peer.monitor, zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self._note(peer, event["event"])
+            for event in _events(peer.monitor):
+                self._note(peer, event)
 
     def _note(self, peer: _Peer, event: int) -> None:
         """Takes down what has become of a connection."""
@@ -563,6 +568,15 @@ class Post:
         if what not in self._warned:
             self._warned.add(what)
             _log.warning("dropped %s (said once)", what)
+
+
+def _events(monitor: zmq.Socket[bytes]) -> Iterator[int]:
+    """What a socket's monitor has to tell by now."""
+    while True:
+        try:
+            yield zmq.utils.monitor.recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+        except zmq.Again:
+            return
 
 
 def _bound(socket: zmq.Socket[bytes], options: PostOptions) -> None:

@@ -12,20 +12,22 @@ One line of JSON goes each way. Strangers who connect are not answered.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from rrfp_jax.job.errors import JobError
 from rrfp_jax.job.launcher import LaunchPlan
 
 _log = logging.getLogger("rrfp_jax")
 
+_T = TypeVar("_T")
 _MAGIC = "rrfp-job-1"
 _LONGEST_LINE = 1 << 16
 # A process that is there says who it is at once.
@@ -35,12 +37,31 @@ _RETRY_S = 0.1
 _STRANGER_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)
-class _Guest:
+class _Hello(msgspec.Struct, frozen=True):
+    """What a process says when it comes."""
+
+    job: str
     index: int
     num_processes: int
-    facts: Mapping[str, str]
+    facts: dict[str, str]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What it is told: one of the two."""
+
+    run_id: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Guest:
+    hello: _Hello
     connection: socket.socket
+
+    @property
+    def index(self) -> int:
+        """The process that it says it is."""
+        return self.hello.index
 
 
 def rendezvous(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> str:
@@ -80,16 +101,16 @@ def _receive(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> st
                 if guest.index not in guests:
                     guests[guest.index] = guest
                 else:
-                    _answer(guest.connection, {"problem": problem})
+                    _say(guest.connection, _Answer(problem=problem))
                 if problem is not None:
                     raise JobError(problem)
             run_id = secrets.token_hex(8)
             for guest in guests.values():
-                _answer(guest.connection, {"run_id": run_id})
+                _say(guest.connection, _Answer(run_id=run_id))
             return run_id
         except JobError as error:
             for guest in guests.values():
-                _answer(guest.connection, {"problem": str(error)})
+                _say(guest.connection, _Answer(problem=str(error)))
             raise
         finally:
             # They close first, so that the port is free at once for jax.
@@ -118,12 +139,12 @@ def _next_guest(listener: socket.socket, deadline_s: float) -> _Guest | None:
             connection, address = listener.accept()
         except TimeoutError:
             continue
-        said = _read_line(connection, _HELLO_TIMEOUT_S)
-        if said is None or said.get("job") != _MAGIC:
+        hello = _hear(connection, _Hello, _HELLO_TIMEOUT_S)
+        if hello is None or hello.job != _MAGIC:
             _log.warning("turned away a stranger at the coordinator's port, from %s", address[0])
             connection.close()
             continue
-        return _Guest(said["index"], said["num_processes"], said["facts"], connection)
+        return _Guest(hello=hello, connection=connection)
     return None
 
 
@@ -131,17 +152,18 @@ def _problem(
     guest: _Guest, guests: Mapping[int, _Guest], plan: LaunchPlan, facts: Mapping[str, str]
 ) -> str | None:
     """Why a process cannot take part; None if it can."""
-    if guest.num_processes != plan.num_processes:
+    hello = guest.hello
+    if hello.num_processes != plan.num_processes:
         return (
-            f"process {guest.index} was started as one of {guest.num_processes}, process 0 as one "
+            f"process {guest.index} was started as one of {hello.num_processes}, process 0 as one "
             f"of {plan.num_processes}; start all with the same number."
         )
     if guest.index == 0 or guest.index in guests:
         return (
             f"two processes say that they are process {guest.index}; give each an index of its own."
         )
-    for name in sorted({*facts, *guest.facts}):
-        own, other = facts.get(name), guest.facts.get(name)
+    for name in sorted({*facts, *hello.facts}):
+        own, other = facts.get(name), hello.facts.get(name)
         if own != other:
             return (
                 f"process {guest.index} has {name} {other}, process 0 has {own}; they have to be "
@@ -153,25 +175,25 @@ def _problem(
 def _visit(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> str:
     host, port = plan.address
     deadline_s = time.monotonic() + timeout_s
-    hello = {
-        "job": _MAGIC,
-        "index": plan.process_index,
-        "num_processes": plan.num_processes,
-        "facts": dict(facts),
-    }
+    hello = _Hello(
+        job=_MAGIC,
+        index=plan.process_index,
+        num_processes=plan.num_processes,
+        facts=dict(facts),
+    )
     with _connect(host, port, deadline_s, timeout_s) as connection:
-        _answer(connection, hello)
+        _say(connection, hello)
         # Process 0 waits as long for the others, and then says who is missing.
-        told = _read_line(connection, max(_STRANGER_TIMEOUT_S, deadline_s - time.monotonic() + 2))
-    if told is None:
+        patience_s = max(_STRANGER_TIMEOUT_S, deadline_s - time.monotonic() + 2)
+        told = _hear(connection, _Answer, patience_s)
+    if told is not None and told.problem is not None:
+        raise JobError(told.problem)
+    if told is None or told.run_id is None:
         raise JobError(
             f"what listens on port {port} of {host} is not process 0 of this job, or it has gone; "
             "look at its output, and whether another program has that port."
         )
-    if "problem" in told:
-        raise JobError(told["problem"])
-    run_id: str = told["run_id"]
-    return run_id
+    return told.run_id
 
 
 def _connect(host: str, port: int, deadline_s: float, timeout_s: float) -> socket.socket:
@@ -188,15 +210,15 @@ def _connect(host: str, port: int, deadline_s: float, timeout_s: float) -> socke
     )
 
 
-def _answer(connection: socket.socket, what: Mapping[str, Any]) -> None:
+def _say(connection: socket.socket, what: _Hello | _Answer) -> None:
     try:
-        connection.sendall(json.dumps(what).encode() + b"\n")
+        connection.sendall(msgspec.json.encode(what) + b"\n")
     except OSError:
         _log.debug("a process has gone before it was answered", exc_info=True)
 
 
-def _read_line(connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-    """One line of JSON, or None if nothing of the kind comes in time."""
+def _hear(connection: socket.socket, what: type[_T], timeout_s: float) -> _T | None:
+    """What a line says, or None if nothing of the kind comes in time."""
     deadline_s = time.monotonic() + timeout_s
     line = b""
     try:
@@ -206,10 +228,9 @@ def _read_line(connection: socket.socket, timeout_s: float) -> dict[str, Any] | 
             line += part
             if not part or len(line) > _LONGEST_LINE or time.monotonic() > deadline_s:
                 return None
-        said = json.loads(line)
-    except (OSError, ValueError):
+        return msgspec.json.decode(line, type=what)
+    except (OSError, msgspec.MsgspecError):
         return None
-    return said if isinstance(said, dict) else None
 
 
 def _drain(connection: socket.socket) -> None:
