@@ -26,7 +26,6 @@ def devices(*per_process):
     ]
 
 
-
 def test_stages_of_one_process_each_lie_in_their_order():
     topology = lay_out(devices(1, 1, 1), stages=3)
     assert topology.devices.shape == (1, 3, 1, 1)
