@@ -123,6 +123,8 @@ def job(
     extra: Mapping[str, str] | None = None,
     indices: Sequence[int] | None = None,
     port: int | None = None,
+    host: str = "127.0.0.1",
+    inside: Sequence[Sequence[str]] | None = None,
 ) -> Iterator[list[Process]]:
     """Starts the processes of a job, and ends what is left of them.
 
@@ -133,8 +135,10 @@ def job(
       extra: Variables beside those of a launch.
       indices: Which processes to start; all by default.
       port: Of the coordinator; a free one by default.
+      host: Of the coordinator.
+      inside: For each process, the command that runs it, such as one that enters a namespace.
     """
-    coordinator = f"127.0.0.1:{port or free_port()}"
+    coordinator = f"{host}:{port or free_port()}"
     processes: list[Process] = []
     try:
         for index in range(count) if indices is None else indices:
@@ -144,7 +148,8 @@ def job(
                 "RRFP_PROCESS_INDEX": str(index),
             }
             env = environment(devices) | launch | dict(extra or {})
-            processes.append(Process([sys.executable, *arguments], env))
+            outer = inside[index] if inside else ()
+            processes.append(Process([*outer, sys.executable, *arguments], env))
         yield processes
     finally:
         for process in processes:
