@@ -75,7 +75,7 @@ class Figures:
 
 def run(console: Console) -> Verdict:
     """Measures, prints, and says whether the limits are kept."""
-    figures = [_measure(kind, count) for kind in ("leader", "allgather") for count in GROUPS]
+    figures = [measure_group(kind, count) for kind in ("leader", "allgather") for count in GROUPS]
     _print(console, figures)
     limited = next(f for f in figures if f.agreement == "leader" and f.num_members == LIMITED_GROUP)
     hidden = limited.hidden[LIMITED_KERNEL_MS]
@@ -90,7 +90,8 @@ def run(console: Console) -> Verdict:
     )
 
 
-def _measure(agreement: str, count: int) -> Figures:
+def measure_group(agreement: str, count: int) -> Figures:
+    """Measures a group of so many members, each a process of its own."""
     found = run_processes(count, measure, agreement, security="curve", timeout_s=_TIMEOUT_S)
     decisions_ms = sorted(found[0]["decisions_ms"])
     median_ms = statistics.median(decisions_ms)

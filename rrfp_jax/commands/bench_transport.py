@@ -55,7 +55,7 @@ def run(console: Console) -> Verdict:
     """Measures, prints, and says whether the limit is kept."""
     figures: list[Figures] = []
     for security in ("none", "curve"):
-        found, _ = run_processes(2, measure, security=security, timeout_s=_TIMEOUT_S)
+        found, _ = run_processes(2, measure, SIZES, security=security, timeout_s=_TIMEOUT_S)
         figures += [
             Figures(security=security, num_bytes=size, latency_ms=latency, gb_per_s=rate)
             for size, latency, rate in found
@@ -76,14 +76,14 @@ def run(console: Console) -> Verdict:
     )
 
 
-def measure(post: Post) -> list[tuple[int, float, float]]:
+def measure(post: Post, sizes: Sequence[int]) -> list[tuple[int, float, float]]:
     """Runs in both processes. Process 0 gives bytes, latency in ms and GB/s for each size."""
     end = _Sender(post) if post.process_index == 0 else _Receiver(post)
     post.gather("ready", b"", _TIMEOUT_S)
     found = []
     if isinstance(end, _Sender):
-        data = np.random.default_rng(0).integers(0, 256, max(SIZES), np.uint8)
-        for size in SIZES:
+        data = np.random.default_rng(0).integers(0, 256, max(sizes), np.uint8)
+        for size in sizes:
             message = data[:size]
             latencies = [end.send_all([message], window=1) / 2 for _ in range(PINGS)]
             count = max(2 * WINDOW, min(MOST_MESSAGES, STREAM_BYTES // size))

@@ -2,7 +2,11 @@
 
 import json
 
-from rrfp_jax.commands import bench_dispatch, bench_kernels
+import pytest
+
+from rrfp_jax.commands import bench_agreement, bench_dispatch, bench_kernels, bench_transport
+from rrfp_jax.commands.bench_processes import run_processes
+from rrfp_jax.job.errors import JobError
 
 
 def test_kernel_benchmark_finds_no_saved_parameter_and_memory_within_the_budget():
@@ -22,6 +26,34 @@ def test_dispatch_benchmark_measures_every_size_and_a_real_step():
     # F, W on the first stage, F, B, W on the second, 64 microbatches.
     assert host.tasks == 5 * 64
     assert 0 < host.best_ms <= host.median_ms
+
+
+def test_agreement_benchmark_measures_a_group():
+    figures = bench_agreement.measure_group("allgather", 2)
+    assert 0 < figures.median_ms <= figures.p99_ms
+    assert all(0 <= share <= 1 for share in figures.hidden.values())
+
+
+def test_transport_benchmark_measures_every_size_in_the_clear_and_encrypted():
+    sizes = (1 << 10, 3 << 20)
+    for security in ("none", "curve"):
+        found, nothing = run_processes(
+            2, bench_transport.measure, sizes, security=security, timeout_s=60.0
+        )
+        assert [size for size, *_ in found] == list(sizes)
+        assert all(latency > 0 and rate > 0 for _, latency, rate in found)
+        assert nothing == []
+
+
+def refuse(post):
+    if post.process_index == 1:
+        raise ValueError("this one does not measure")
+    return 1
+
+
+def test_a_process_that_fails_is_told_with_its_words():
+    with pytest.raises(JobError, match="process 1 failed: ValueError: this one does not measure"):
+        run_processes(2, refuse, security="none", timeout_s=60.0)
 
 
 def test_verdict_is_the_last_line_or_one_json_object(capsys):
