@@ -28,7 +28,7 @@ from rich.console import Console
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config_file import ConfigError, dump_config, load_config
 from rrfp_jax.hints import Hint, load_hint
-from rrfp_jax.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RETRY, lost_process
+from rrfp_jax.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RETRY, JobError, lost_process
 from rrfp_jax.job.launcher import LaunchPlan, plan_launch
 
 EXIT_BAD_CONFIG, EXIT_TERMINATED = 2, 143
@@ -116,7 +116,9 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the package raised it itself."""
+    """Whether the package raised it itself; what others have told was never raised here."""
+    if error.__traceback__ is None:
+        return isinstance(error, JobError)
     return Path(_innermost(error).filename).is_relative_to(Path(__file__).parent)
 
 

@@ -10,8 +10,8 @@ jax has no public names for this, nor for its key-value store; all that depends 
 names is here.
 
 As a script, ``python -m rrfp_jax.job.coordination HOST:PORT N HEARTBEAT_S``: begins with the
-first line on its input, says that it is ready, and ends with the line ``done``, or some time
-after the end of its input.
+first line on its input, says that it is ready, and ends with the line ``done``, a moment after
+the line ``leaving``, or some time after the end of its input.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ from rrfp_jax.job.errors import JobError
 
 # How long the service stays after process 0 has gone without a word.
 LINGER_S = 12.0
-_READY = "ready"
+# The same when all others have ended and process 0 is about to.
+_MOMENT_S = 2.0
+_READY, _DONE, _LEAVING = "ready", "done", "leaving"
 _END_TIMEOUT_S = 5.0
 
 
@@ -49,6 +52,7 @@ class CoordinationService:
 
     def __init__(self, address: str, num_processes: int, heartbeat_timeout_s: int) -> None:
         self._address = address
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process is
         self._child = subprocess.Popen(
             [
                 sys.executable,
@@ -60,6 +64,8 @@ class CoordinationService:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Not this process's own: whoever reads that would wait until the service has ended.
+            stderr=self._words,
             text=True,
             start_new_session=True,  # a Ctrl-C is for those that train
         )
@@ -83,21 +89,33 @@ class CoordinationService:
         reader.join(timeout_s)
         if not said or said[0].strip() != _READY:
             self.close()
+            self._words.seek(0)
+            words = self._words.read().decode(errors="replace").strip()
             raise JobError(
                 f"jax's coordination service did not start at {self._address} within "
-                f"{timeout_s:g} s; its words are above."
+                f"{timeout_s:g} s: {words or 'it said nothing'}"
             )
+
+    def leave(self) -> None:
+        """Lets it end by itself in a moment: this process is the last one, and about to end.
+
+        Its own client must not see the service go; it would end the process with an error.
+        """
+        self._tell(_LEAVING)
 
     def close(self) -> None:
         """Ends it at once: nobody needs it any more."""
-        assert self._child.stdin is not None
-        with contextlib.suppress(OSError):  # it may have ended
-            print("done", file=self._child.stdin, flush=True)
+        self._tell(_DONE)
         try:
             self._child.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
+
+    def _tell(self, word: str) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):  # it may have ended
+            print(word, file=self._child.stdin, flush=True)
 
     def __enter__(self) -> Self:
         """Nothing more."""
@@ -207,8 +225,8 @@ def _serve(address: str, num_processes: int, heartbeat_timeout_s: int) -> None:
         address, num_processes, heartbeat_timeout=heartbeat_timeout_s
     )
     print(_READY, flush=True)
-    if not sys.stdin.readline():
-        time.sleep(LINGER_S)
+    linger_s = {_DONE: 0.0, _LEAVING: _MOMENT_S}
+    time.sleep(linger_s.get(sys.stdin.readline().strip(), LINGER_S))
     del service
     os._exit(0)  # a proper end would wait for processes that are gone
 

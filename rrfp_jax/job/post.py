@@ -557,7 +557,9 @@ class Post:
         with self._changed:
             self._reports[source] = told.message
             self._changed.notify_all()
-        self._fail(StepAbortedError(source, told.message, told.lost_process))
+        # The first line says why. The rest, what its stages waited for, is for the report.
+        reason = told.message.partition("\n")[0]
+        self._fail(StepAbortedError(source, reason, told.lost_process))
 
     def _on_bye(self, source: int, header: bytes, buffers: Sequence[memoryview]) -> None:
         with self._changed:

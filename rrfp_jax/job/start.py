@@ -21,7 +21,6 @@ import platform
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,9 +40,8 @@ _log = logging.getLogger("rrfp_jax")
 # How long a process that is done waits for the others to be done.
 _END_TIMEOUT_S = 60.0
 # How long process 0, when it fails, stays for the others to leave: the coordination service
-# may end with it then, and otherwise lingers. Between saying good-bye and being gone a process
-# takes a moment.
-_DEPARTURE_S, _MOMENT_S = 3.0, 0.5
+# may end with it then, and otherwise lingers.
+_DEPARTURE_S = 3.0
 # How long a process may go on after another one was lost. It ends by itself wherever it
 # waits for others; this is for compiling, and for collectives that never come back.
 _GRACE_S = 12.0
@@ -121,8 +119,7 @@ class Job:
             all_left = self.service is not None and self.post.wait_for_departures(_DEPARTURE_S)
             self.post.close()
             if self.service is not None and all_left:
-                time.sleep(_MOMENT_S)
-                self.service.close()
+                self.service.leave()
             return
         self.post.gather("the end of the job", b"", _END_TIMEOUT_S)
         self.post.close()
