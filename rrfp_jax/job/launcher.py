@@ -159,7 +159,8 @@ def _from_open_mpi(environment: Mapping[str, str]) -> LaunchPlan | None:
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     found = re.match(r"(\d+)\.\d+;tcp6?://([^:,]+)", uri)
     if coordinator is None and found:
-        coordinator = f"{found[2]}:{_FIRST_PORT + int(found[1]) % _NUM_PORTS}"
+        # The lower 16 bits of a job's number are the same in all jobs.
+        coordinator = f"{found[2]}:{_FIRST_PORT + (int(found[1]) >> 16) % _NUM_PORTS}"
     if coordinator is None:
         raise ValueError(
             "Open MPI started this process and does not say on which host process 0 is; give "

@@ -35,13 +35,13 @@ KUBERNETES = {
         (SLURM | {"SLURM_STEP_NODELIST": "node3"}, (2, 4, "node3:61441")),
         (SLURM | {"SLURM_STEP_NODELIST": "a-b[1,3]"}, (2, 4, "a-b1:61441")),
         (SLURM | {"RRFP_COORDINATOR": "10.0.0.9:77"}, (2, 4, "10.0.0.9:77")),
-        (OPEN_MPI, (1, 2, f"10.96.0.1:{61440 + 1531576320 % 4096}")),
+        (OPEN_MPI, (1, 2, f"10.96.0.1:{61440 + (1531576320 >> 16) % 4096}")),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, (0, 1, None)),
         (OWN, (0, 3, "10.0.0.1:6789")),
         (KUBERNETES, (3, 4, "rrfp-train-0-0.rrfp:6789")),
         # The more deliberate of two.
         (SLURM | OWN, (0, 3, "10.0.0.1:6789")),
-        (SLURM | OPEN_MPI, (1, 2, f"10.96.0.1:{61440 + 1531576320 % 4096}")),
+        (SLURM | OPEN_MPI, (1, 2, f"10.96.0.1:{61440 + (1531576320 >> 16) % 4096}")),
         # The shell of an allocation, and a step of one task: no launch.
         ({"SLURM_JOB_ID": "4097", "SLURM_NTASKS": "4"}, (0, 1, None)),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, (0, 1, None)),
