@@ -249,7 +249,7 @@ def _plan(arguments: argparse.Namespace) -> LaunchPlan:
 
 def _job(plan: LaunchPlan, config: RunConfig) -> Job:
     """Starts this process's part of the job."""
-    from rrfp_jax.job.post import PostOptions
+    from rrfp_jax.job.sockets import PostOptions
     from rrfp_jax.job.start import start_job
 
     transport = config.transport

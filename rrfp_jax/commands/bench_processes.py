@@ -9,7 +9,8 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, final
 
 from rrfp_jax.job.errors import JobError
-from rrfp_jax.job.post import Post, PostOptions
+from rrfp_jax.job.post import Post
+from rrfp_jax.job.sockets import PostOptions
 from rrfp_jax.job.store import Store
 
 # What runs in each process: from its post and the arguments to what it found.

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from rrfp_jax.commands.bench_processes import run_processes
 from rrfp_jax.commands.verdict import Verdict
-from rrfp_jax.job.post import PIECE_BYTES, Post
+from rrfp_jax.job.post import Post
+from rrfp_jax.job.sockets import PIECE_BYTES
 
 LIMIT_GB_PER_S = 3.0
 LIMITED_BYTES = (4 << 20, 16 << 20)

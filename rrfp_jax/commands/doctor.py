@@ -25,7 +25,8 @@ from rrfp_jax.commands.verdict import Verdict
 from rrfp_jax.config import RunConfig
 from rrfp_jax.job.errors import JobError
 from rrfp_jax.job.launcher import VARIABLES, LaunchPlan
-from rrfp_jax.job.post import LARGEST_BUFFER_BYTES, Post
+from rrfp_jax.job.post import Post
+from rrfp_jax.job.sockets import LARGEST_BUFFER_BYTES
 from rrfp_jax.job.start import Job
 from rrfp_jax.topology import lay_out
 

@@ -17,7 +17,7 @@ import xxhash
 from jax.sharding import Sharding
 
 from rrfp_jax.dispatch.routes import Bounds, Region, Route, bounds_of, slices
-from rrfp_jax.job.post import PIECE_BYTES
+from rrfp_jax.job.sockets import PIECE_BYTES
 
 Buffer = Any  # with the buffer protocol
 _Host = np.ndarray[Any, Any]

@@ -31,8 +31,9 @@ import jax
 from rrfp_jax.job.coordination import CoordinationService, initialize
 from rrfp_jax.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RETRY, JobError, lost_process
 from rrfp_jax.job.launcher import LaunchPlan, plan_launch
-from rrfp_jax.job.post import Post, PostOptions
+from rrfp_jax.job.post import Post
 from rrfp_jax.job.rendezvous import rendezvous
+from rrfp_jax.job.sockets import PostOptions
 from rrfp_jax.job.store import JobStore
 
 _log = logging.getLogger("rrfp_jax")

@@ -57,10 +57,12 @@ class GPT(nnx.Module):
         self.rope_theta = config.rope_theta
         self.head_dim = config.d_model // config.num_heads
         self.stage_ends = tuple(itertools.accumulate(layers_per_stage))[:-1]
-        self.embed = _table(config, rngs)
-        self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
-        self.norm = _norm(config, rngs)
-        self.output = None if config.tie_embeddings else _table(config, rngs)
+        # The names of axes are for those who lay parameters out; no mesh is known here.
+        with nnx.use_eager_sharding(False):  # type: ignore[no-untyped-call]
+            self.embed = _table(config, rngs)
+            self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.num_layers))
+            self.norm = _norm(config, rngs)
+            self.output = None if config.tie_embeddings else _table(config, rngs)
 
     def __call__(self, tokens_BS: jax.Array, rng: jax.Array | None) -> jax.Array:
         """Logits of the next token.
@@ -173,14 +175,9 @@ def build(config: ModelConfig, layers_per_stage: Sequence[int]) -> tuple[InitFn,
         )
 
     def init_fn(rng: jax.Array) -> Params:
-        return nnx.state(make(rng), nnx.Param)
+        return nnx.state(GPT(config, layers_per_stage, rngs=nnx.Rngs(rng)), nnx.Param)
 
-    def make(rng: jax.Array) -> GPT:
-        # The names of axes are for those who lay parameters out; here no mesh is known.
-        with nnx.use_eager_sharding(False):  # type: ignore[no-untyped-call]
-            return GPT(config, layers_per_stage, rngs=nnx.Rngs(rng))
-
-    graph = nnx.graphdef(nnx.eval_shape(make, jax.random.key(0)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, layers_per_stage, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: Params, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         logits_BSV = nnx.merge(graph, params)(batch["tokens"], rng)

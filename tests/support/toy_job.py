@@ -23,7 +23,7 @@ from support.toys import Toy, microbatches
 from rrfp_jax import Pipeline, start_job
 from rrfp_jax.dispatch.delays import ExponentialDelays
 from rrfp_jax.job.launcher import plan_launch
-from rrfp_jax.job.post import PostOptions
+from rrfp_jax.job.sockets import PostOptions
 
 SETTINGS = {
     "axes": {"stage": 2},  # of the mesh
