@@ -88,6 +88,17 @@ def test_an_error_in_one_process_ends_all_and_is_told_everywhere():
         assert "process 1 gave up" in processes[0].output
 
 
+def test_a_gradient_that_is_never_sent_is_named_within_the_limit():
+    limits = {"stall_timeout_s": 4.0}
+    with train(3, axes={"stage": 3}, stages=3, fault=[2, 3, 0], pipeline=limits) as processes:
+        assert wait_all(processes, LIMIT_S) == [1, 1, 1]
+        for process in processes:
+            assert "stalled" in process.output
+        owed = "waits for the gradient of microbatch 3, owed by stage 2"
+        assert owed in processes[0].output, "the first process has the report of the second"
+        assert owed in processes[1].output
+
+
 def test_a_missing_process_is_named_within_the_limit():
     command = ["-m", "rrfp_jax.cli", "train", "configs/lm_tiny.yaml", "transport.start_timeout_s=6"]
     with job(4, command, indices=[0, 1, 3]) as processes:

@@ -9,6 +9,7 @@ from support.processes import ROOT, alone, job, wait_all
 SCRIPT = str(ROOT / "tests" / "support" / "toy_job.py")
 # For processes that start, compile and train on two busy cores.
 LIMIT_S = 120.0
+FOUR = {"axes": {"stage": 4}, "stages": 4, "evaluate": True}
 
 
 def result_of(process):
@@ -30,20 +31,18 @@ def in_processes(count, *, devices=1, **settings):
 
 @pytest.fixture(scope="module")
 def four_stages():
-    return in_one_process(4, axes={"stage": 4}, stages=4, evaluate=True)
+    return in_one_process(4, **FOUR)
 
 
 def test_a_stage_in_each_process_trains_to_the_same_bits(four_stages):
-    for result in in_processes(4, axes={"stage": 4}, stages=4, evaluate=True):
+    for result in in_processes(4, **FOUR):
         for name in ("digest", "losses", "evaluated"):
             assert result[name] == four_stages[name]
 
 
 def test_several_stages_in_a_process_and_random_delays_change_no_bit(four_stages):
     delays = {"0": 2e-3, "1": 1e-3}
-    for result in in_processes(
-        2, devices=2, axes={"stage": 4}, stages=4, evaluate=True, delay_s=delays
-    ):
+    for result in in_processes(2, devices=2, **FOUR, delay_s=delays):
         assert result["digest"] == four_stages["digest"]
 
 
@@ -104,8 +103,15 @@ def test_an_infinite_gradient_on_one_stage_is_skipped_by_all_processes():
     assert {r["digest"] for r in results} == {in_one_process(3, **settings)["digest"]}
 
 
+def test_a_gradient_that_is_sent_twice_counts_once_and_is_logged(four_stages):
+    with job(4, [SCRIPT, json.dumps(FOUR | {"fault": [1, 3, 2]})]) as processes:
+        assert wait_all(processes, LIMIT_S) == [0] * 4, processes[0].output
+        assert result_of(processes[0])["digest"] == four_stages["digest"]
+        assert "dropped a repeated piece of the gradient of microbatch 3" in processes[0].output
+
+
 def test_a_time_of_day_that_jumps_changes_nothing(four_stages):
-    for result in in_processes(4, axes={"stage": 4}, stages=4, evaluate=True, clock=3600):
+    for result in in_processes(4, **FOUR, clock=3600):
         assert result["digest"] == four_stages["digest"]
         assert result["negative"] == 0
 

@@ -6,7 +6,9 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
+import xxhash
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rrfp_jax.dispatch import pieces
@@ -46,6 +48,21 @@ def test_an_array_comes_out_as_it_went_in(shape, dtype, monkeypatch):
         assert found.sharding == target
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(np.asarray(found), values)
+
+
+@pytest.mark.skipif(
+    psutil.virtual_memory().available < 9 << 30, reason="needs 9 GiB of free memory"
+)
+def test_more_than_two_gibibytes_come_out_with_the_same_hash():
+    size = (1 << 31) + 4
+    array = jax.device_put(np.arange(size, dtype=np.uint8), sharding(1))
+    target = sharding(1, first=1)
+    route = plan_route(array.shape, array.sharding, target)
+    assembly = Assembly(array.shape, array.dtype, route, 0)
+    for _, piece, buffer in outgoing(array, route, 0):
+        assembly.add(piece, buffer)
+    digests = [xxhash.xxh3_64_hexdigest(np.asarray(a)) for a in (array, assembly.build(target))]
+    assert digests[0] == digests[1]
 
 
 def test_a_repeated_piece_changes_nothing(monkeypatch):

@@ -22,8 +22,10 @@ from support.toys import Toy, microbatches
 
 from rrfp_jax import Pipeline, start_job
 from rrfp_jax.dispatch.delays import ExponentialDelays
+from rrfp_jax.dispatch.network import NetworkTransport
 from rrfp_jax.job.launcher import plan_launch
 from rrfp_jax.job.sockets import PostOptions
+from rrfp_jax.task import Payload
 
 SETTINGS = {
     "axes": {"stage": 2},  # of the mesh
@@ -39,6 +41,7 @@ SETTINGS = {
     "clock": 0,  # by how many seconds the time of day jumps back and forth
     "pause_s": 0.0,  # before each step, so that a run lasts
     "fails": None,  # a process that raises before its second step
+    "fault": None,  # process, microbatch and how often its gradient is sent: 0 or 2 times
 }
 LENGTHS = (5, 8)
 SPECS = {"up": P(None, "tensor"), "down": P("tensor", None), "scale": None}
@@ -47,6 +50,8 @@ SPECS = {"up": P(None, "tensor"), "down": P("tensor", None), "scale": None}
 def main() -> None:
     settings = SETTINGS | json.loads(sys.argv[1])
     logging.basicConfig(level=logging.WARNING)
+    if settings["fault"]:
+        _meddle(*settings["fault"])
     if settings["clock"]:
         _let_the_clock_jump(settings["clock"])
     options = PostOptions(peer_timeout_s=settings["peer_timeout_s"], start_timeout_s=30.0)
@@ -136,6 +141,18 @@ _with_gradient.defvjp(
     lambda x, is_infinite: (x, is_infinite),
     lambda is_infinite, g: (jax.numpy.where(is_infinite, np.inf, g), None),
 )
+
+
+def _meddle(process, microbatch, times):
+    """Lets a process send one gradient of each step more often than once, or never."""
+    send = NetworkTransport.send
+
+    def meddled(self, bundle):
+        chosen = bundle.payload is Payload.GRADIENT and bundle.microbatch == microbatch
+        for _ in range(times if chosen and jax.process_index() == process else 1):
+            send(self, bundle)
+
+    NetworkTransport.send = meddled
 
 
 def _let_the_clock_jump(by_s):
