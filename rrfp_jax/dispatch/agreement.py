@@ -7,7 +7,8 @@ collective the other side runs next, and two that differ hang or swap their resu
 bundles reach the members at different times, so each would choose differently. Before a
 task is launched, the members therefore agree on it.
 
-    Alone       one member: what its arbiter picks is launched
+    Alone       what its arbiter picks is launched: of a group in one process, or of one whose
+                members may each have an order of their own, or all keep a fixed one
     Leader      member 0 decides. The others tell it which bundles they have; of the tasks
                 that are ready *everywhere* its arbiter picks, and a numbered decision goes
                 out as the leader launches the task itself
@@ -34,12 +35,16 @@ from __future__ import annotations
 
 import abc
 from collections import Counter, deque
+from itertools import islice
 from typing import final
 
 from rrfp_jax.dispatch.arbiter import Arbiter
 from rrfp_jax.dispatch.errors import RemoteProtocolError
 from rrfp_jax.dispatch.notes import Decision, Note, Proposal, Ready
 from rrfp_jax.task import Kind, Payload, StageShape, Task
+
+# A report is read by people: of a long list the first few say enough.
+_MOST_NAMED = 8
 
 # A task to launch, if one has been agreed on, and what to tell the others before it.
 Next = tuple[Task | None, list[Note]]
@@ -80,12 +85,20 @@ class Agreement(abc.ABC):
 
 @final
 class Alone(Agreement):
-    """The only member of its group, or one of a group that needs no agreement."""
+    """The only member of its group, or one of a group that needs no agreement.
+
+    Args:
+      num_members: Of the group. With others, a bundle may come here that answers what they
+        have sent, before this member has done the same task.
+    """
+
+    def __init__(self, *, num_members: int = 1) -> None:
+        self._num_members = num_members
 
     @property
     def num_members(self) -> int:
-        """One."""
-        return 1
+        """Of the group."""
+        return self._num_members
 
     def arrived(self, payload: Payload, microbatch: int) -> list[Note]:
         """Nobody is told."""
@@ -100,8 +113,8 @@ class Alone(Agreement):
         return arbiter.take(), []
 
     def hear(self, note: Note, arbiter: Arbiter) -> bool:
-        """There is nobody to hear from."""
-        raise RemoteProtocolError(f"there are no other members, yet {note}")
+        """There is nothing to hear."""
+        raise RemoteProtocolError(f"this member agrees with nobody on what it launches, got {note}")
 
     def waits_for(self) -> str | None:
         """Nothing."""
@@ -165,13 +178,16 @@ class Leader(Agreement):
         return True
 
     def waits_for(self) -> str | None:
-        """Which bundles are here and not at every other member."""
+        """Which tasks are ready here and not at every other member."""
+        if not self._held_back:
+            return None
         others = set(range(1, self._num_members))
         lacking = [
             f"{task} at {_members(others - self._told.get(bundle, set()))}"
-            for bundle, task in self._held_back.items()
+            for bundle, task in islice(self._held_back.items(), _MOST_NAMED)
         ]
-        return f"ready here and not {'; not '.join(lacking)}" if lacking else None
+        more = len(self._held_back) - len(lacking)
+        return f"what is ready here: {', '.join(lacking)}{f', and {more} more' if more else ''}"
 
     def _is_everywhere(self, bundle: tuple[Payload, int]) -> bool:
         return len(self._told.get(bundle, ())) == self._num_members - 1
@@ -190,7 +206,8 @@ class Follower(Agreement):
         self._member = member
         self._num_members = num_members
         self._decided: deque[Task] = deque()
-        self._num_heard = 0
+        self._ready: set[Task] = set()
+        self._heard: set[Task] = set()
 
     @property
     def num_members(self) -> int:
@@ -203,27 +220,37 @@ class Follower(Agreement):
 
     def became_ready(self, task: Task, arbiter: Arbiter, shape: StageShape) -> None:
         """The choice is the leader's."""
+        self._ready.add(task)
 
     def next(self, arbiter: Arbiter) -> Next:
-        """The next one decided."""
-        return (self._decided.popleft() if self._decided else None), []
+        """The next one decided; it was ready here before the leader could decide it."""
+        if not self._decided or self._decided[0] not in self._ready:
+            return None, []
+        task = self._decided.popleft()
+        self._ready.remove(task)
+        return task, []
 
     def hear(self, note: Note, arbiter: Arbiter) -> bool:
         """The leader has decided."""
-        if not isinstance(note, Decision) or note.number > self._num_heard:
+        number = len(self._heard)
+        if not isinstance(note, Decision) or note.number > number:
             raise RemoteProtocolError(
-                f"member {self._member} waits for decision {self._num_heard} of member 0, got "
-                f"{note}"
+                f"member {self._member} waits for decision {number} of member 0, got {note}"
             )
-        if note.number < self._num_heard:
+        if note.number < number:
             return False
-        self._num_heard += 1
+        if note.task in self._heard:
+            raise RemoteProtocolError(f"member 0 had decided {note.task} before, got {note}")
+        self._heard.add(note.task)
         self._decided.append(note.task)
         return True
 
     def waits_for(self) -> str | None:
         """The next decision."""
-        return None if self._decided else f"decision {self._num_heard}, owed by member 0"
+        if not self._decided:
+            return f"decision {len(self._heard)}, owed by member 0"
+        task = self._decided[0]
+        return None if task in self._ready else f"{task} here, which member 0 has decided"
 
 
 @final
@@ -302,10 +329,12 @@ class AllGather(Agreement):
         """Whose proposals are missing."""
         proposals = self._proposals.get(self._round, {})
         if self._member not in proposals:
-            return f"{self._insisted} to be ready here" if self._insisted else None
+            return f"{self._insisted} here, which most have proposed" if self._insisted else None
         missing = set(range(self._num_members)) - proposals.keys()
+        if not missing:
+            return None
         own = proposals[self._member]
-        return f"what {_members(missing)} propose in round {self._round}; proposed is {own}"
+        return f"a proposal by {_members(missing)} in round {self._round}; proposed here is {own}"
 
     def _candidate(self, arbiter: Arbiter) -> Task | None:
         if self._insisted is None:

@@ -8,6 +8,7 @@ from typing import NoReturn, final
 from rrfp_jax.dispatch.errors import LocalProtocolError, RemoteProtocolError
 from rrfp_jax.dispatch.events import Event, Heard, InputArrived, TransferFailed
 from rrfp_jax.dispatch.ledger import Ledger
+from rrfp_jax.dispatch.notes import Ready
 from rrfp_jax.dispatch.readiness import Readiness
 from rrfp_jax.dispatch.report import StageReport
 from rrfp_jax.task import Payload, StageShape, Task
@@ -28,7 +29,8 @@ class Guard:
 
     The rules: time never goes back; a step starts once and before all else; a neighbour
     sends only what the stage needs, for a microbatch that there is; a gradient follows
-    the activation that it is for; kernels finish in launch order.
+    the activation that it is for; other members speak of what the stage has; kernels finish
+    in launch order.
     """
 
     def __init__(
@@ -80,9 +82,24 @@ class Guard:
             )
 
     def check_heard(self, event: Heard, phase: Phase) -> None:
-        """Refuses what is heard before the step has begun."""
+        """Refuses what is heard before the step has begun or speaks of what the stage has not."""
         if phase is Phase.WAITING:
             self._refuse(event, f"the step {phase.value}")
+        note = event.note
+        if isinstance(note, Ready):
+            is_known, microbatch = self._shape.needs(note.payload), note.microbatch
+        else:
+            is_known, microbatch = self._has_kind(note.task), note.task.microbatch
+        if not is_known or not 0 <= microbatch < self._num_microbatches:
+            kinds = "".join(kind.value for kind in self._shape.kinds)
+            raise RemoteProtocolError(
+                self._message(
+                    event,
+                    "another member",
+                    f"the stage has tasks {kinds} of microbatches 0 to {self._num_microbatches - 1}"
+                    ", and what they need",
+                )
+            )
 
     def check_finished(self, event: Event, task: Task, now_ns: int) -> None:
         """Refuses the end of a task that is not first in flight."""
@@ -96,10 +113,12 @@ class Guard:
             )
 
     def _story(self, task: Task, now_ns: int) -> str:
-        own = task.stage == self._shape.stage and task.kind in self._shape.kinds
-        if not own or not 0 <= task.microbatch < self._num_microbatches:
+        if not self._has_kind(task) or not 0 <= task.microbatch < self._num_microbatches:
             return ""
         return f". Story of {self._report.story(task, now_ns)}"
+
+    def _has_kind(self, task: Task) -> bool:
+        return task.stage == self._shape.stage and task.kind in self._shape.kinds
 
     def _refuse(self, event: Event, reason: str) -> NoReturn:
         raise LocalProtocolError(self._message(event, "its own driver", reason))

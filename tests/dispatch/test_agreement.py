@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.cores import PriorityHint, evaluation_shapes, make_core, training_shapes
 from support.groups import Groups
 
-from rrfp_jax.dispatch.agreement import AllGather, Follower, Leader
+from rrfp_jax.dispatch.agreement import AllGather, Alone, Follower, Leader
 from rrfp_jax.dispatch.errors import RemoteProtocolError
 from rrfp_jax.dispatch.events import Heard, InputArrived, KernelFinished, StepStarted, Tick
 from rrfp_jax.dispatch.instructions import Fail, Finish, Launch, Release, Send, Tell
@@ -131,6 +131,60 @@ def test_repeated_notes_change_nothing_and_are_counted():
     assert core.duplicates == 1
 
 
+def test_a_task_that_was_decided_before_is_refused_and_changes_nothing():
+    core = follower()
+    tell = Tell(note=heard_ready(1, 0).note)
+    check(
+        core, (START, []), (arrived(0), [tell]), (Heard(note=decision(0, "F1.0")), [launch("F1.0")])
+    )
+    before = core.describe(9)
+    with pytest.raises(RemoteProtocolError, match=r"had decided F1\.0 before"):
+        core.handle(Heard(note=decision(1, "F1.0")), 9)
+    assert core.describe(9) == before
+
+
+def test_follower_launches_a_decided_task_only_when_its_bundle_is_here():
+    check(
+        follower(),
+        (START, []),
+        (Heard(note=decision(0, "F1.0")), []),
+        (arrived(0), [Tell(note=heard_ready(1, 0).note), launch("F1.0")]),
+    )
+
+
+def test_member_that_agrees_with_nobody_takes_the_answer_to_what_another_has_sent():
+    middle = training_shapes(3)[1]
+    core = make_core(middle, agreement=Alone(num_members=2), microbatch_bytes=[1])
+    check(
+        core,
+        (START, []),
+        (arrived(0, GRADIENT), []),
+        (arrived(0), [launch("F1.0")]),
+        (done("F1.0"), [Send(payload=ACTIVATION, microbatch=0), launch("B1.0")]),
+    )
+
+
+def test_a_long_list_of_what_is_missing_elsewhere_is_cut():
+    core = leader(num_members=2, microbatch_bytes=[1] * 20)
+    check(core, (START, []), *((arrived(m), []) for m in range(20)))
+    text = core.describe(99)
+    assert "F1.7 at member 1, and 12 more" in text
+    assert "F1.8 at member 1" not in text
+
+
+def test_all_gather_with_a_full_queue_and_all_proposals_waits_for_no_member():
+    core = gatherer()
+    check(
+        core,
+        (START, []),
+        (arrived(0), [Tell(note=proposal(0, 0, "F1.0"))]),
+        (arrived(1), []),
+        (Heard(note=proposal(1, 0, "F1.0")), [launch("F1.0")]),
+        (Heard(note=proposal(1, 1, "F1.1")), []),
+    )
+    assert "to agree it waits" not in core.describe(99)
+
+
 def test_all_gather_launches_what_all_have_proposed():
     core = gatherer()
     check(
@@ -180,6 +234,12 @@ def test_all_gather_takes_proposals_of_members_that_are_a_round_ahead():
         (gatherer(), proposal(2, 0, "F1.0")),
         (gatherer(), proposal(1, 2, "F1.0")),
         (make_core(LAST), decision(0, "F1.0")),
+        # What no stage like this one has.
+        (leader(), Ready(member=1, payload=GRADIENT, microbatch=0)),
+        (leader(), Ready(member=1, payload=ACTIVATION, microbatch=3)),
+        (follower(), decision(0, "F0.0")),
+        (follower(), decision(0, "F1.3")),
+        (gatherer(), proposal(1, 0, "F0.0")),
     ],
     ids=str,
 )
@@ -194,11 +254,21 @@ def test_a_note_that_cannot_be_is_refused_and_changes_nothing(core, note):
 @pytest.mark.parametrize(
     ("core", "events", "words"),
     [
-        (leader(), [arrived(0), heard_ready(2, 0)], "ready here and not F1.0 at member 1"),
+        (leader(), [arrived(0), heard_ready(2, 0)], "what is ready here: F1.0 at member 1"),
         (follower(), [arrived(0)], "decision 0, owed by member 0"),
-        (gatherer(), [arrived(0)], "what member 1 propose in round 0; proposed is F1.0"),
+        (gatherer(), [arrived(0)], "a proposal by member 1 in round 0; proposed here is F1.0"),
+        (follower(), [Heard(note=decision(0, "F1.0"))], "F1.0 here, which member 0 has decided"),
+        (
+            gatherer(member=2, num_members=3),
+            [
+                arrived(2),
+                Heard(note=proposal(0, 0, "F1.1")),
+                Heard(note=proposal(1, 0, "F1.1")),
+            ],
+            "F1.1 here, which most have proposed",
+        ),
     ],
-    ids=["leader", "follower", "allgather"],
+    ids=["leader", "follower", "allgather", "ahead of the bundle", "insisted on"],
 )
 def test_a_stall_names_what_the_others_owe(core, events, words):
     for now_ns, event in enumerate([START, *events]):
