@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -36,6 +36,7 @@ EXIT_BAD_CONFIG, EXIT_TERMINATED = 2, 143
 if TYPE_CHECKING:
     from rrfp_jax.job.start import Job
 
+_AGAIN_S = 0.05
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 _EPILOG = """
@@ -56,11 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code."""
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
+    sys.unraisablehook = _interrupt_again
     code = _run(arguments)
     if _is_held():
         sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """An interrupt that came while a destructor or a collection ran would be swallowed there."""
+    error = unraisable.exc_value
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.SIGTERM if isinstance(error, _TerminatedError) else signal.SIGINT
+        threading.Timer(_AGAIN_S, signal.raise_signal, [number]).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _is_held() -> bool:

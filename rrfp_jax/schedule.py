@@ -119,7 +119,9 @@ class Schedule:
                 policies[stage],
                 microbatch_bytes[stage],
                 budgets[stage],
-                agreement if self._mode == "readiness" else Alone(),
+                agreement
+                if self._mode == "readiness"
+                else Alone(num_members=agreement.num_members),
             )
             for stage, agreement in agreements.items()
         }

@@ -30,7 +30,7 @@ from typing import Any, Self, final
 from rrfp_jax.job.errors import JobError
 
 # How long the service stays after process 0 has gone without a word.
-LINGER_S = 12.0
+LINGER_S = 6.5
 # The same when all others have ended and process 0 is about to.
 _MOMENT_S = 2.0
 _READY, _DONE, _LEAVING = "ready", "done", "leaving"

@@ -12,7 +12,9 @@ One line of JSON goes each way. Strangers who connect are not answered.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import secrets
 import socket
 import time
@@ -33,6 +35,8 @@ _LONGEST_LINE = 1 << 16
 # A process that is there says who it is at once.
 _HELLO_TIMEOUT_S = 2.0
 _RETRY_S = 0.1
+# A port may be in use for so long by an earlier start of this job that has just ended.
+_BUSY_S = 7.0
 # Of a program that listens on the coordinator's port and is none of ours.
 _STRANGER_TIMEOUT_S = 5.0
 
@@ -120,16 +124,21 @@ def _receive(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> st
 
 def _listen(plan: LaunchPlan) -> socket.socket:
     host, port = plan.address
-    try:
-        listener = socket.create_server((host, port), backlog=plan.num_processes)
-    except OSError as error:
-        raise JobError(
-            f"port {port} of {host} is to be the coordinator's and cannot be used "
-            f"({error.strerror}); end the program that has it, or choose another port "
-            f"({plan.source})."
-        ) from None
-    listener.settimeout(_RETRY_S)
-    return listener
+    deadline_s = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            listener = socket.create_server((host, port), backlog=plan.num_processes)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
+                time.sleep(_RETRY_S)
+                continue
+            raise JobError(
+                f"port {port} of {host} is to be the coordinator's and cannot be used "
+                f"({os.strerror(error.errno or 0)}); end the program that has it, or choose "
+                f"another port ({plan.source})."
+            ) from None
+        listener.settimeout(_RETRY_S)
+        return listener
 
 
 def _next_guest(listener: socket.socket, deadline_s: float) -> _Guest | None:
@@ -181,11 +190,16 @@ def _visit(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> str:
         num_processes=plan.num_processes,
         facts=dict(facts),
     )
-    with _connect(host, port, deadline_s, timeout_s) as connection:
-        _say(connection, hello)
-        # Process 0 waits as long for the others, and then says who is missing.
-        patience_s = max(_STRANGER_TIMEOUT_S, deadline_s - time.monotonic() + 2)
-        told = _hear(connection, _Answer, patience_s)
+    busy_until_s = time.monotonic() + _BUSY_S
+    while True:
+        with _connect(host, port, deadline_s, timeout_s) as connection:
+            _say(connection, hello)
+            # Process 0 waits as long for the others, and then says who is missing.
+            patience_s = max(_STRANGER_TIMEOUT_S, deadline_s - time.monotonic() + 2)
+            told = _hear(connection, _Answer, patience_s)
+        if told is not None or time.monotonic() >= busy_until_s:
+            break
+        time.sleep(_RETRY_S)
     if told is not None and told.problem is not None:
         raise JobError(told.problem)
     if told is None or told.run_id is None:

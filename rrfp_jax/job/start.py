@@ -45,7 +45,8 @@ _END_TIMEOUT_S = 60.0
 _DEPARTURE_S = 3.0
 # How long a process may go on after another one was lost. It ends by itself wherever it
 # waits for others; this is for compiling, and for collectives that never come back.
-_GRACE_S = 12.0
+# Shorter than the coordination service of a dead process 0 lingers.
+_GRACE_S = 6.0
 
 
 class _Watch:

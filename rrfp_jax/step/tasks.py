@@ -176,7 +176,7 @@ class TaskRunner:
     def _agreement(self, group: StageGroup) -> Agreement:
         kernels = self._programs.groups[group.replica, group.stage]
         if not kernels.crosses_processes:
-            return Alone()
+            return Alone(num_members=len(group.processes))
         member = group.processes.index(self._meeting.process_index)
         return self._schedule.agreement(member, len(group.processes))
 

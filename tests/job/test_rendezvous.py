@@ -64,7 +64,8 @@ def test_other_versions_are_told_to_all():
     assert all("process 1 has jax 0.12.0, process 0 has 0.10.2" in each for each in told)
 
 
-def test_a_port_in_use_is_named():
+def test_a_port_in_use_is_named(monkeypatch):
+    monkeypatch.setattr("rrfp_jax.job.rendezvous._BUSY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(JobError, match=f"port {port} of 127.0.0.1 .* cannot be used"):
@@ -78,21 +79,32 @@ def test_nobody_at_the_coordinators_address_is_told():
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 70_000])
-def test_another_program_at_the_coordinators_address_is_told(answer):
+def test_another_program_at_the_coordinators_address_is_told(answer, monkeypatch):
+    monkeypatch.setattr("rrfp_jax.job.rendezvous._BUSY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    if not connection.recv(4096):
+                        return
+                    connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()
         port = server.getsockname()[1]
         with pytest.raises(JobError, match=f"port {port} of 127.0.0.1 is not process 0"):
             rendezvous(plan(1, 2, port), FACTS, 5.0)
+        connect(port).close()
         thread.join()
+
+
+def test_a_port_that_an_earlier_start_still_has_is_waited_for():
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    threading.Timer(1.0, taken.close).start()
+    assert len({*meet((0, 2, FACTS), (1, 2, FACTS), port=port)}) == 1
 
 
 @pytest.mark.parametrize(
