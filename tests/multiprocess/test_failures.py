@@ -1,6 +1,7 @@
 """A process that dies, is stuck, is missing or fails: every other one says so, and ends."""
 
 import json
+import os
 import random
 import signal
 import socket
@@ -12,6 +13,7 @@ from support.processes import ROOT, free_port, job, wait_all
 
 SCRIPT = str(ROOT / "tests" / "support" / "toy_job.py")
 LIMIT_S = 120.0
+NUM_KILLS = int(os.environ.get("RRFP_TEST_KILLS", "4"))
 # From a failure to the end of every other process.
 END_S = 30.0
 
@@ -34,7 +36,7 @@ def others(processes, index):
     return [process for i, process in enumerate(processes) if i != index]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
 def test_a_killed_process_is_named_by_all_others_which_end_and_leave_nothing(seed):
     """Killed anywhere between the start of its training and some steps later."""
     draw = random.Random(f"kill {seed}")

@@ -51,12 +51,16 @@ def over_tensor():
     return in_one_process(4, axes={"stage": 2, "tensor": 2})
 
 
-@pytest.mark.parametrize("agreement", ["leader", "allgather"])
-def test_members_of_a_stage_launch_alike_though_only_one_is_delayed(over_tensor, agreement):
+@pytest.mark.parametrize(
+    "options",
+    [{"agreement": "leader"}, {"agreement": "allgather"}, {"mode": "fixed", "hint": "1f1b"}],
+    ids=["leader", "allgather", "fixed order"],
+)
+def test_members_of_a_stage_launch_alike_though_only_one_is_delayed(over_tensor, options):
     first, second, third, fourth = in_processes(
         4,
         axes={"stage": 2, "tensor": 2},
-        pipeline={"agreement": agreement},
+        pipeline=options,
         delay_s={"1": 3e-3},
     )
     assert first["orders"] == second["orders"]
