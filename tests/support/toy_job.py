@@ -86,6 +86,8 @@ def run(settings, job):
     for step in range(settings["steps"]):
         if settings["pause_s"]:
             time.sleep(settings["pause_s"])
+        if 2 * step == settings["steps"]:
+            print("half of the steps", flush=True)
         if step == 1 and settings["fails"] == job.process_index:
             raise ValueError("this process fails on purpose")
         state, metrics = pipeline.step(state, _microbatches(settings, step))
