@@ -279,6 +279,7 @@ class _Arrivals:
         self._mailbox = mailbox
         self._assemblies: dict[_Key, dict[int, tuple[_PieceHeader, Assembly]]] = {}
         self._done: set[_Key] = set()
+        self._warned: set[_Key] = set()
         self._due: list[tuple[int, int, Bundle]] = []
         self._tickets = itertools.count()
 
@@ -286,7 +287,7 @@ class _Arrivals:
         """Takes one piece."""
         key = header.bundle
         if key in self._done:
-            _log.warning("dropped a repeated piece of the %s", _bundle(header))
+            self._repeated(key, header)
             return
         parts = self._assemblies.setdefault(key, {})
         if header.array not in parts:
@@ -298,7 +299,7 @@ class _Arrivals:
             self._mailbox.lose(_bundle(header), f"it came damaged: {error}")
             return
         if not is_new:
-            _log.warning("dropped a repeated piece of the %s", _bundle(header))
+            self._repeated(key, header)
         complete = len(parts) == header.num_arrays and all(a.is_complete for _, a in parts.values())
         if complete:
             self._complete(key, header, parts)
@@ -324,6 +325,11 @@ class _Arrivals:
         self._forget(key)
         bundle = replace(_bundle(header), arrays=arrays)
         heapq.heappush(self._due, (self._transport.due_ns(bundle), next(self._tickets), bundle))
+
+    def _repeated(self, key: _Key, header: _PieceHeader) -> None:
+        if key not in self._warned:  # a long bundle has thousands of pieces
+            self._warned.add(key)
+            _log.warning("dropped a repeated piece of the %s", _bundle(header))
 
     def _forget(self, key: _Key) -> None:
         self._done.add(key)
