@@ -16,11 +16,12 @@ from typing import final
 import zmq
 import zmq.utils.monitor
 
-# A connection that was refused may have met a process between two listens; not for so long.
-_REFUSED_S = 1.5
-# Heartbeats give a connection up after this part of the timeout (see `watched`); what is
-# left of it passes before the process is given up.
+# Heartbeats give a connection up after a part of the timeout (see `watched`). As much as this
+# passes from then on, without a new connection, before the process is given up.
 _SILENT_PART = 0.3
+# A connection that was refused may have met a process between two listens; not for so long,
+# nor for this part of the timeout, which is over before silence alone counts.
+_REFUSED_S, _REFUSED_PART = 1.5, 0.15
 
 
 @final
@@ -73,7 +74,7 @@ class Peer:
         if self._silent_since_s is None or self.has_left:
             return None
         refused_s = now_s - (self._refused_since_s or now_s)
-        if refused_s > min(_REFUSED_S, _SILENT_PART * self._timeout_s):
+        if refused_s > min(_REFUSED_S, _REFUSED_PART * self._timeout_s):
             return "its connection was closed and is refused: it has died"
         if now_s - self._silent_since_s > _SILENT_PART * self._timeout_s:
             return (

@@ -108,26 +108,45 @@ class Job:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends the job: together, or by telling the others why not."""
+        """Ends the job: together, or by telling the others why not.
+
+        Raises:
+          JobError: A process was lost while the others waited for it to be done.
+        """
         if self.post is None:
             return
-        if self.watch is not None:
-            self.watch.cancel()
         if error is not None:
-            words = str(error) or type(error).__name__
-            self.post.abort(words, lost_process(error))
-            # At the end of the process jax would wait for the others, some of whom may be dead.
-            atexit.register(_end_at_once, _exit_code(error))
-            all_left = self.service is not None and self.post.wait_for_departures(_DEPARTURE_S)
-            self.post.close()
-            if self.service is not None and all_left:
-                self.service.leave()
+            self._leave_alone(self.post, error)
             return
-        self.post.gather("the end of the job", b"", _END_TIMEOUT_S)
-        self.post.close()
+        try:
+            self._leave_together(self.post)
+        except BaseException as failure:
+            self._leave_alone(self.post, failure)
+            raise
+
+    def _leave_together(self, post: Post) -> None:
+        post.gather("the end of the job", b"", _END_TIMEOUT_S)
+        # The post looks after the others until jax has let go: this waits for them as well.
         jax.distributed.shutdown()
+        self._end_watch()
+        post.close()
         if self.service is not None:
             self.service.close()
+
+    def _leave_alone(self, post: Post, error: BaseException) -> None:
+        self._end_watch()
+        words = str(error) or type(error).__name__
+        post.abort(words, lost_process(error))
+        # At the end of the process jax would wait for the others, some of whom may be dead.
+        atexit.register(_end_at_once, _exit_code(error))
+        all_left = self.service is not None and post.wait_for_departures(_DEPARTURE_S)
+        post.close()
+        if self.service is not None and all_left:
+            self.service.leave()
+
+    def _end_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.cancel()
 
 
 def _exit_code(error: BaseException) -> int:
