@@ -16,8 +16,7 @@ from rrfp_jax.dispatch.pieces import Assembly, CorruptPieceError, Piece, outgoin
 from rrfp_jax.dispatch.routes import plan_route
 from rrfp_jax.job.errors import JobError, PeerLostError
 from rrfp_jax.job.post import Post
-
-_CHANNEL = "move"
+from rrfp_jax.job.sockets import in_words
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -38,7 +37,7 @@ class ArrayMover:
         self._changed = threading.Condition()
         self._come: dict[str, list[tuple[Piece, memoryview]]] = {}
         self._failure: JobError | None = None
-        post.subscribe(_CHANNEL, self._receive)
+        self._channel = post.own_channel("move", self._receive)
         post.on_loss(self._lose)
 
     def move(
@@ -79,21 +78,27 @@ class ArrayMover:
                     assembly.add(piece, copy)
                 else:
                     header = msgspec.msgpack.encode(_Header(key=key, piece=piece))
-                    self._post.send(region.target, _CHANNEL, header, [copy])
+                    self._post.send(region.target, self._channel, header, [copy])
         if not route.by_target.get(own):
             return None
         deadline_s = time.monotonic() + timeout_s
         while not assembly.is_complete:
-            for piece, data in self._next(key, deadline_s, timeout_s):
+            come = self._next(key, deadline_s)
+            if not come:
+                missing = assembly.missing_from
+                raise PeerLostError(
+                    missing[0],
+                    f"{key} did not come from {in_words(missing)} within {timeout_s:g} s.",
+                )
+            for piece, data in come:
                 try:
                     assembly.add(piece, data)
                 except CorruptPieceError as error:
                     raise JobError(f"{key} came damaged: {error}.") from error
         return assembly.build(target)
 
-    def _next(
-        self, key: str, deadline_s: float, timeout_s: float
-    ) -> Sequence[tuple[Piece, memoryview]]:
+    def _next(self, key: str, deadline_s: float) -> Sequence[tuple[Piece, memoryview]]:
+        """What has come, at least one; none when time is up."""
         with self._changed:
             self._changed.wait_for(
                 lambda: key in self._come or self._failure is not None,
@@ -103,7 +108,7 @@ class ArrayMover:
                 return self._come.pop(key)
             if self._failure is not None:
                 raise self._failure
-        raise PeerLostError(0, f"{key} did not come within {timeout_s:g} s.")
+        return ()
 
     def _receive(self, source: int, header: bytes, buffers: Sequence[memoryview]) -> None:
         said = msgspec.msgpack.decode(header, type=_Header)

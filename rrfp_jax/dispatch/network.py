@@ -49,7 +49,6 @@ from rrfp_jax.topology import Topology
 
 _log = logging.getLogger("rrfp_jax")
 
-_PIECES, _NOTES = "bundle", "note"
 # Messages of steps that this process has not begun. A step has far fewer.
 _MOST_EARLY = 100_000
 _JOIN_TIMEOUT_S = 3.0
@@ -111,8 +110,12 @@ class NetworkTransport(Transport):
         self._outgoing: queue.SimpleQueue[Bundle | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[_Received | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        post.subscribe(_PIECES, lambda _, header, data: self._receive(_read_piece(header), data))
-        post.subscribe(_NOTES, lambda _, header, data: self._receive(read_note(header), data))
+        self._bundles = post.own_channel(
+            "bundle", lambda _, header, data: self._receive(_read_piece(header), data)
+        )
+        self._notes = post.own_channel(
+            "note", lambda _, header, data: self._receive(read_note(header), data)
+        )
 
     def open(self, step: int, mailbox: Mailbox) -> None:
         """Begins an epoch, and the threads of a step."""
@@ -125,14 +128,14 @@ class NetworkTransport(Transport):
             early, self._early = self._early, []
             for header, data in early:
                 self._sort_in(header, data)
+        # Each has what belongs to its step: one that is still busy when the step is given up
+        # must not take part in the next one.
         self._threads = [
-            threading.Thread(target=target, args=(mailbox, work), name=f"rrfp-{name}", daemon=True)
-            for name, target, work in (
-                ("send", self._send_all, self._outgoing),
-                ("receive", self._receive_all, self._incoming),
-            )
+            threading.Thread(target=self._send_all, args=(self._epoch, self._outgoing, mailbox)),
+            threading.Thread(target=self._receive_all, args=(self._incoming, mailbox)),
         ]
-        for thread in self._threads:
+        for thread, name in zip(self._threads, ("rrfp-send", "rrfp-receive"), strict=True):
+            thread.name, thread.daemon = name, True
             thread.start()
         self._post.on_loss(mailbox.abort)
 
@@ -151,7 +154,7 @@ class NetworkTransport(Transport):
         members = self._topology.group(replica, stage).processes
         header = write_note(self._epoch, replica, stage, note)
         for member in targets(note, members.index(self._process), len(members)):
-            self._post.send(members[member], _NOTES, header)
+            self._post.send(members[member], self._notes, header)
 
     def close(self) -> None:
         """Ends the step's threads; whatever else comes for this step is dropped."""
@@ -180,20 +183,22 @@ class NetworkTransport(Transport):
 
     # The sender.
 
-    def _send_all(self, mailbox: Mailbox, work: queue.SimpleQueue[Bundle | None]) -> None:
+    def _send_all(
+        self, epoch: int, work: queue.SimpleQueue[Bundle | None], mailbox: Mailbox
+    ) -> None:
         while (bundle := work.get()) is not None:
             try:
-                self._post_pieces(bundle)
+                self._post_pieces(epoch, bundle)
             except Exception as error:  # whatever it was, the step cannot go on
                 mailbox.abort(error)
 
-    def _post_pieces(self, bundle: Bundle) -> None:
+    def _post_pieces(self, epoch: int, bundle: Bundle) -> None:
         own = self._process
         for number, array in enumerate(bundle.arrays):
             route = self._route(bundle.replica, bundle.source, bundle.target, array.shape)
             for region, piece, buffer in outgoing(array, route, own):
                 header = _PieceHeader(
-                    epoch=self._epoch,
+                    epoch=epoch,
                     payload=bundle.payload,
                     replica=bundle.replica,
                     source=bundle.source,
@@ -209,7 +214,7 @@ class NetworkTransport(Transport):
                 if region.target == own:
                     self._receive(header, [memoryview(buffer)])
                 else:
-                    self._post.send(region.target, _PIECES, _write(header), [buffer])
+                    self._post.send(region.target, self._bundles, _write(header), [buffer])
 
     # On the thread of the post, or of the sender.
 
@@ -235,7 +240,7 @@ class NetworkTransport(Transport):
 
     # The receiver.
 
-    def _receive_all(self, mailbox: Mailbox, work: queue.SimpleQueue[_Received | None]) -> None:
+    def _receive_all(self, work: queue.SimpleQueue[_Received | None], mailbox: Mailbox) -> None:
         arrivals = _Arrivals(self, mailbox)
         while True:
             try:

@@ -98,6 +98,11 @@ class Assembly:
         """Whether every piece is here."""
         return not self._waiting
 
+    @property
+    def missing_from(self) -> list[int]:
+        """The processes from which something is still to come, ascending."""
+        return sorted({self._regions[number].source for number in self._waiting})
+
     def add(self, piece: Piece, buffer: Buffer) -> bool:
         """Takes a piece. Returns whether it is a new one.
 

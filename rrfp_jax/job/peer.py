@@ -91,7 +91,8 @@ class Peer:
         """
         self.outbox.disable_monitor()
         self._monitor.close(linger=0)
-        self.outbox.close(linger=int(linger_s * 1000))
+        with self.lock:  # a socket must not be closed while another thread sends
+            self.outbox.close(linger=int(linger_s * 1000))
 
 
 def watched(outbox: zmq.Socket[bytes], timeout_s: float) -> None:

@@ -16,11 +16,13 @@ or in a handler of `Post.on_loss`, is told.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
 import msgspec
@@ -84,6 +86,7 @@ class Post:
             _ABORT: self._on_abort,
             _BYE: self._on_bye,
         }
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._losses: list[Callable[[JobError], None]] = []
         self._changed = threading.Condition()
         self._failure: JobError | None = None
@@ -171,6 +174,21 @@ class Post:
         must not wait for anything.
         """
         self._handlers[channel] = handler
+
+    def own_channel(self, name: str, handler: Handler) -> str:
+        """Subscribes to a channel that nobody else has, such as one for each pipeline.
+
+        Args:
+          name: What it is for. Channels of one name are numbered in the order of the calls,
+            which has to be the same in all processes.
+          handler: See `subscribe`.
+
+        Returns:
+          The channel.
+        """
+        channel = f"{name}/{next(self._numbers[name])}"
+        self.subscribe(channel, handler)
+        return channel
 
     def on_loss(self, handler: Callable[[JobError], None]) -> None:
         """Calls a handler once, when a process is lost or has given up; at once if one has."""

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from support.processes import ROOT, job, wait_all
 
@@ -49,8 +50,28 @@ def test_what_is_late_is_dropped_and_what_is_early_waits(told):
     assert second["early"] == [7]
 
 
+def test_what_a_step_that_was_given_up_still_sends_belongs_to_no_other_step(told):
+    (_, second, _), _ = told
+    assert second["after one that was given up"] == 10
+    assert second["at the end"] == 0
+
+
+def test_unequal_meshes_that_share_a_process_exchange_the_parts_that_overlap(told):
+    (first, second, third), _ = told
+    values = np.arange(24).reshape(4, 6)
+    assert first["unequal"] is None
+    assert second["unequal"] == values[:, :3].tolist()
+    assert third["unequal"] == values[:, 3:].tolist()
+
+
 def test_an_array_moves_between_processes_that_do_not_both_have_it(told):
     (first, second, third), _ = told
     assert first["moved"] is None
     assert second["moved"] is None
     assert third["moved"] == list(range(10))
+    assert third["moved by another"] == list(range(10))
+
+
+def test_an_array_that_does_not_come_is_told_with_the_process_that_has_it(told):
+    (_, _, third), _ = told
+    assert third["never sent"] == [0, "an array did not come from process 0 within 0.2 s."]

@@ -1,4 +1,4 @@
-"""A script for three processes: drives the transport by hand, with faults. Prints JSON."""
+"""A script for three processes: drives transports by hand, with faults. Prints JSON."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from rrfp_jax import start_job
+from rrfp_jax.dispatch import network
 from rrfp_jax.dispatch.delays import no_delays
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.moves import ArrayMover
 from rrfp_jax.dispatch.network import NetworkTransport
 from rrfp_jax.dispatch.transport import Mailbox
+from rrfp_jax.job.errors import PeerLostError
 from rrfp_jax.task import Payload
-from rrfp_jax.topology import lay_out
+from rrfp_jax.topology import Topology, lay_out
 
 LIMIT_S = 30.0
 
@@ -48,6 +50,7 @@ class Meddling:
         self.post = post
         self.fault = None
         self.held = []
+        self.gate = threading.Event()
 
     def __getattr__(self, name):
         return getattr(self.post, name)
@@ -56,6 +59,8 @@ class Meddling:
         if self.fault == "hold":
             self.held.append((process, channel, header, [np.array(b) for b in buffers]))
             return
+        if self.fault == "wait":
+            self.gate.wait(LIMIT_S)
         if self.fault == "damage":
             buffers = [np.array(each) for each in buffers]
             buffers[0][0] ^= 1
@@ -133,10 +138,70 @@ def run(job):
     if index == 1:
         found["early"] = [box.delivered.get(timeout=LIMIT_S).microbatch]
         found["late"] = [] if box.delivered.empty() else [box.delivered.get().microbatch]
-    meet("the end")
+    meet("caught up")
     transport.close()
+    transport.open(2, box.mailbox)
+    if index == 0:
+        give_up_while_sending(transport, post, box, [bundle(n, put(np.ones(3))) for n in (8, 9)])
+    else:
+        transport.close()
+        transport.open(3, box.mailbox)
+    if index == 0:
+        send(transport, post, None, bundle(10, put(np.ones(3))))
+    if index == 1:
+        found["after one that was given up"] = box.delivered.get(timeout=LIMIT_S).microbatch
+    meet("the end")
+    found["at the end"] = box.delivered.qsize()
+    transport.close()
+    other = ArrayMover(job.post)
     found["moved"] = moved(mover, index)
+    found["moved by another"] = moved(other, index)
+    if index == 2:
+        found["never sent"] = why_it_did_not_come(mover)
+    found["unequal"] = sent_between_unequal_meshes(job.post, meet)
     return found
+
+
+def give_up_while_sending(transport, post, box, bundles):
+    """Closes a step and opens the next one while the sender is held up with a bundle."""
+    sender = transport._threads[0]
+    post.fault = "wait"
+    for each in bundles:
+        transport.send(each)
+    network._JOIN_TIMEOUT_S = 0.1
+    transport.close()
+    assert sender.is_alive()
+    transport.open(3, box.mailbox)
+    post.gate.set()
+    sender.join(LIMIT_S)
+    post.fault = None
+
+
+def sent_between_unequal_meshes(post, meet):
+    """From rows over the processes 0 and 1 to columns over 1 and 2, by a transport of its own."""
+    devices = np.empty(4, object)
+    devices[:] = [jax.devices()[n] for n in (0, 1, 1, 2)]
+    topology = Topology(devices=devices.reshape(1, 2, 2, 1))
+    specs = PartitionSpec("data"), PartitionSpec(None, "data")
+
+    def layout(replica, stage, shape):
+        return NamedSharding(topology.group(replica, stage).mesh, specs[stage])
+
+    box, values = Box(), np.arange(24, dtype=np.int32).reshape(4, 6)
+    transport = NetworkTransport(post, topology, layout, no_delays())
+    meet("made another")
+    transport.open(0, box.mailbox)
+    if post.process_index < 2:
+        array = jax.make_array_from_callback((4, 6), layout(0, 0, (4, 6)), lambda i: values[i])
+        transport.send(bundle(0, array))
+    part = None
+    if post.process_index > 0:
+        (array,) = box.delivered.get(timeout=LIMIT_S).arrays
+        (shard,) = array.addressable_shards
+        part = np.asarray(shard.data).tolist()
+    meet("unequal")
+    transport.close()
+    return part
 
 
 def send(transport, post, fault, what):
@@ -152,7 +217,9 @@ def send(transport, post, fault, what):
 def restart_sender(transport):
     mailbox = transport._mailbox
     transport._threads[0] = threading.Thread(
-        target=transport._send_all, args=(mailbox, transport._outgoing), daemon=True
+        target=transport._send_all,
+        args=(transport._epoch, transport._outgoing, mailbox),
+        daemon=True,
     )
     transport._threads[0].start()
 
@@ -170,6 +237,24 @@ def moved(mover, index):
         timeout_s=LIMIT_S,
     )
     return None if result is None else np.asarray(result).tolist()
+
+
+def why_it_did_not_come(mover):
+    """What is said of a move that the process with the array has forgotten."""
+    first, last = jax.devices()[0], jax.devices()[2]
+    try:
+        mover.move(
+            "an array",
+            None,
+            shape=(10,),
+            dtype=np.dtype(np.int32),
+            source=SingleDeviceSharding(first),
+            target=SingleDeviceSharding(last),
+            timeout_s=0.2,
+        )
+    except PeerLostError as error:
+        return [error.process, str(error)]
+    return None
 
 
 if __name__ == "__main__":
