@@ -13,6 +13,7 @@ One line of JSON goes each way. Strangers who connect are not answered.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import secrets
@@ -90,7 +91,7 @@ def rendezvous(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> 
 def _receive(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> str:
     deadline_s = time.monotonic() + timeout_s
     guests: dict[int, _Guest] = {}
-    with _listen(plan) as listener:
+    with _listen(plan, timeout_s) as listener:
         try:
             while len(guests) < plan.num_processes - 1:
                 guest = _next_guest(listener, deadline_s)
@@ -122,23 +123,57 @@ def _receive(plan: LaunchPlan, facts: Mapping[str, str], timeout_s: float) -> st
                 _drain(guest.connection)
 
 
-def _listen(plan: LaunchPlan) -> socket.socket:
+def _listen(plan: LaunchPlan, timeout_s: float) -> socket.socket:
     host, port = plan.address
-    deadline_s = time.monotonic() + _BUSY_S
+    start_s = time.monotonic()
     while True:
         try:
-            listener = socket.create_server((host, port), backlog=plan.num_processes)
+            listener = _bind(host, port, plan.num_processes)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
+            if time.monotonic() - start_s < _patience_s(error, host, timeout_s):
                 time.sleep(_RETRY_S)
                 continue
+            is_unknown = isinstance(error, socket.gaierror)
+            reason = error.strerror if is_unknown else os.strerror(error.errno or 0)
             raise JobError(
                 f"port {port} of {host} is to be the coordinator's and cannot be used "
-                f"({os.strerror(error.errno or 0)}); end the program that has it, or choose "
-                f"another port ({plan.source})."
+                f"({reason}); end the program that has it, or choose another port or "
+                f"host ({plan.source})."
             ) from None
         listener.settimeout(_RETRY_S)
         return listener
+
+
+def _bind(host: str, port: int, backlog: int) -> socket.socket:
+    family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    address = str(found[0])
+    listener = socket.create_server((address, port), family=family, backlog=backlog)
+    is_own_name = host != "localhost" and not _is_address(host)
+    if is_own_name and ipaddress.ip_address(address).is_loopback:
+        _log.warning(
+            "%s is this machine's loopback (%s), where other hosts do not reach it; look at "
+            "/etc/hosts, or give an address.",
+            host,
+            address,
+        )
+    return listener
+
+
+def _patience_s(error: OSError, host: str, timeout_s: float) -> float:
+    """How long to try again before an error counts."""
+    if error.errno == errno.EADDRINUSE:
+        return _BUSY_S
+    # A host's name may become known, or follow it to a new address, a while after it starts.
+    is_unknown = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    return timeout_s if is_unknown and not _is_address(host) else 0.0
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _next_guest(listener: socket.socket, deadline_s: float) -> _Guest | None:

@@ -115,7 +115,7 @@ def open_sockets(
         guard = _guard(
             context, _exchange_keys(process_index, num_processes, keys[0], store, deadline_s)
         )
-    inbox = _socket(context, zmq.ROUTER, keys)
+    inbox = _socket(context, zmq.ROUTER, host, keys)
     inbox.curve_server = keys is not None
     door = inbox.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -129,7 +129,7 @@ def open_sockets(
         store.set("post/token", secrets.token_bytes(16))
     peers = {}
     for index, address in _find_others(process_index, num_processes, store, deadline_s).items():
-        outbox = _socket(context, zmq.DEALER, keys)
+        outbox = _socket(context, zmq.DEALER, host, keys)
         if keys is not None:
             outbox.curve_serverkey = address.public_key
         watched(outbox, options.peer_timeout_s)
@@ -151,11 +151,12 @@ def in_words(indices: Sequence[int]) -> str:
 
 
 def _socket(
-    context: zmq.Context[Any], kind: int, keys: tuple[bytes, bytes] | None
+    context: zmq.Context[Any], kind: int, host: str, keys: tuple[bytes, bytes] | None
 ) -> zmq.Socket[bytes]:
     """A socket with limits to what it holds and takes, and with this process's keys."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.sndhwm = socket.rcvhwm = MOST_WAITING
+    socket.ipv6 = host.startswith("[")
     socket.maxmsgsize = _LARGEST_FRAME_BYTES
     if keys is not None:
         socket.curve_publickey, socket.curve_secretkey = keys

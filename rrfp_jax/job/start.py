@@ -182,7 +182,7 @@ def start_job(
     if plan.num_processes == 1:
         return Job()
     host, port = plan.address
-    address = f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     # jax's own watch is slower than ours by far, and ends processes without a word.
     heartbeat_timeout_s = max(100, int(3 * options.peer_timeout_s))
     with contextlib.ExitStack() as stack:

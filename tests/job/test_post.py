@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from support.processes import has_ipv6
 
 from rrfp_jax.job.errors import JobError, PeerLostError, StepAbortedError, lost_process
 from rrfp_jax.job.post import Post
@@ -23,15 +24,15 @@ from rrfp_jax.job.store import MemoryStore
 LIMIT_S = 20.0
 
 
-def open_posts(count, *, security="curve", peer_timeout_s=20.0, store=None):
-    store = store or MemoryStore()
-    options = PostOptions(security=security, peer_timeout_s=peer_timeout_s, start_timeout_s=LIMIT_S)
+def open_posts(count, *, security="curve", host="127.0.0.1"):
+    store = MemoryStore()
+    options = PostOptions(security=security, start_timeout_s=LIMIT_S)
 
     def open_(index):
         return Post.open(
             process_index=index,
             num_processes=count,
-            host="127.0.0.1",
+            host=host,
             store=store,
             options=options,
         )
@@ -77,6 +78,13 @@ def test_all_gather_what_each_has_brought(posts):
             posts, lambda post, n=number: post.gather(f"{n}", b"%d" % post.process_index, LIMIT_S)
         )
         assert told == [[b"0", b"1", b"2"]] * 3
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on the loopback")
+def test_all_gather_over_ipv6():
+    posts = open_posts(2, host="[::1]")
+    assert together(posts, lambda post: post.gather("a test", b"", LIMIT_S)) == [[b"", b""]] * 2
+    together(posts, Post.close)
 
 
 def test_who_does_not_come_is_named_to_all_who_wait(posts):

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.processes import free_port
+from support.processes import free_port, has_ipv6
 
 from rrfp_jax.job.errors import JobError
 from rrfp_jax.job.launcher import LaunchPlan
@@ -15,20 +15,20 @@ from rrfp_jax.job.rendezvous import rendezvous
 FACTS = {"jax": "0.10.2"}
 
 
-def plan(index, count, port):
+def plan(index, count, port, host="127.0.0.1"):
     return LaunchPlan(
-        process_index=index, num_processes=count, coordinator=f"127.0.0.1:{port}", source="a test"
+        process_index=index, num_processes=count, coordinator=f"{host}:{port}", source="a test"
     )
 
 
-def meet(*guests, port=None, timeout_s=10.0):
+def meet(*guests, port=None, timeout_s=10.0, host="127.0.0.1"):
     """Lets all come at once. Returns for each the run's identity or the error's words."""
     port = port or free_port()
 
     def come(guest):
         index, count, facts = guest
         try:
-            return rendezvous(plan(index, count, port), facts, timeout_s)
+            return rendezvous(plan(index, count, port, host), facts, timeout_s)
         except JobError as error:
             return str(error)
 
@@ -70,6 +70,38 @@ def test_a_port_in_use_is_named(monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(JobError, match=f"port {port} of 127.0.0.1 .* cannot be used"):
             rendezvous(plan(0, 2, port), FACTS, 5.0)
+
+
+def test_a_host_whose_name_is_not_known_yet_is_waited_for(monkeypatch):
+    """As a pod's own name, which the cluster learns a while after the pod has started."""
+    resolve, asked = socket.getaddrinfo, threading.Event()
+
+    def late(host, *arguments, **options):
+        if host == "first.example" and not asked.is_set():
+            asked.set()
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1" if host == "first.example" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    told = meet((0, 2, FACTS), (1, 2, FACTS), host="first.example")
+    assert asked.is_set()
+    assert len({*told}) == 1
+    assert "process 0" not in told[0], "an identity, no error"
+
+
+def test_a_host_whose_name_stays_unknown_is_named():
+    with pytest.raises(JobError, match=r"port 6789 of none\.invalid .* \(.* not known\)"):
+        rendezvous(plan(0, 2, 6789, host="none.invalid"), FACTS, 0.5)
+
+
+def test_an_address_of_another_host_is_refused_at_once():
+    with pytest.raises(JobError, match=r"port 6789 of 192\.0\.2\.1 .* cannot be used"):
+        rendezvous(plan(0, 2, 6789, host="192.0.2.1"), FACTS, 60.0)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on the loopback")
+def test_processes_meet_over_ipv6():
+    assert len({*meet((0, 2, FACTS), (1, 2, FACTS), host="[::1]")}) == 1
 
 
 def test_nobody_at_the_coordinators_address_is_told():

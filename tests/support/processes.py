@@ -25,6 +25,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def has_ipv6() -> bool:
+    """Whether the loopback has an IPv6 address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 def environment(devices: int = 1) -> dict[str, str]:
     """Of a process with so many CPU devices; programs that tests have compiled are reused."""
     import jax
