@@ -150,10 +150,10 @@ def run(job):
         send(transport, post, None, bundle(10, put(np.ones(3))))
     if index == 1:
         found["after one that was given up"] = box.delivered.get(timeout=LIMIT_S).microbatch
+    other = ArrayMover(job.post)
     meet("the end")
     found["at the end"] = box.delivered.qsize()
     transport.close()
-    other = ArrayMover(job.post)
     found["moved"] = moved(mover, index)
     found["moved by another"] = moved(other, index)
     if index == 2:
