@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rrfp_jax.config import RunConfig
-    from rrfp_jax.config_file import load_config
+    from rrfp_jax.config.file import load_config
     from rrfp_jax.hints import Hint
     from rrfp_jax.job.start import Job, start_job
     from rrfp_jax.pipeline import Pipeline
@@ -31,7 +31,7 @@ _HOMES = {
     "RunConfig": "rrfp_jax.config",
     "StepMetrics": "rrfp_jax.step",
     "Task": "rrfp_jax.task",
-    "load_config": "rrfp_jax.config_file",
+    "load_config": "rrfp_jax.config.file",
     "microbatch_rng": "rrfp_jax.stages.rng",
     "stage_boundary": "rrfp_jax.stages.boundary",
     "start_job": "rrfp_jax.job.start",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 
 from rrfp_jax.config import RunConfig
-from rrfp_jax.config_file import ConfigError, dump_config, load_config
+from rrfp_jax.config.file import ConfigError, dump_config, load_config
 from rrfp_jax.hints import Hint, load_hint
 from rrfp_jax.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RETRY, JobError, lost_process
 from rrfp_jax.job.launcher import LaunchPlan, plan_launch
@@ -212,7 +212,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    from rrfp_jax.config_docs import as_markdown
+    from rrfp_jax.config.docs import as_markdown
 
     print(as_markdown(), end="")
     return 0

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,10 +42,10 @@ from rrfp_jax.stages.partition_specs import partition_specs
 from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.stages.remat import DEFAULT_REMAT_POLICY, REMAT_POLICIES
 from rrfp_jax.stages.separable import check_separable
-from rrfp_jax.stages.state import parameter_names
 from rrfp_jax.stages.wide import wide_specs
 from rrfp_jax.step import EvalMetrics, Gradients, PipelineState, StepMetrics
 from rrfp_jax.step.meeting import Meeting
+from rrfp_jax.step.named import Read, StateNames
 from rrfp_jax.step.post_meeting import meet
 from rrfp_jax.step.tasks import Accumulators, TaskResults, TaskRunner
 from rrfp_jax.step.update import GradientNorm, Updater
@@ -174,6 +174,7 @@ class Pipeline:
             optimizer,
             shards_optimizer=shard_over_replicas,
         )
+        self._names = StateNames(self._plans, self._specs)
         self._evaluates = evaluation
         self._measure_memory = measure_memory
         self._meeting, self._transport = _connect(
@@ -214,6 +215,11 @@ class Pipeline:
     def meeting(self) -> Meeting:
         """Where the processes meet."""
         return self._meeting
+
+    @property
+    def names(self) -> StateNames:
+        """What the arrays of a state are called, and where they lie."""
+        return self._names
 
     @property
     def schedule(self) -> Schedule:
@@ -265,13 +271,35 @@ class Pipeline:
             stage: compile_initial(self._init_fn, self._plans[stage], self._specs[stage], rng)
             for stage in self._topology.local_stages
         }
-        # Nothing runs on devices of several processes before all of them are here.
-        self._meeting.gather("the end of compiling", None, self._compile_timeout_s)
+        self._wait_for_compilers()
         return PipelineState(
             stages={stage: materialise() for stage, materialise in initial.items()},
             step=0,
             updates=0,
         )
+
+    def restore(
+        self, rng: jax.Array, *, step: int, updates: int, parameters: Read, optimizer: Read
+    ) -> PipelineState:
+        """Compiles if that has not been done, and reads the state instead of making it.
+
+        Args:
+          rng: The typed key that the run was started with.
+          step: See `PipelineState`.
+          updates: See `PipelineState`.
+          parameters: Reads parameters by their names, onto the devices of this process.
+          optimizer: Reads arrays of the optimizer's state.
+
+        Raises:
+          JobError: Another process did not come so far in time.
+        """
+        self.compile()
+        stages = {
+            stage: self._names.restore(stage, rng, parameters, optimizer)
+            for stage in self._topology.local_stages
+        }
+        self._wait_for_compilers()
+        return PipelineState(stages=stages, step=step, updates=updates)
 
     def step(
         self, state: PipelineState, microbatches: Sequence[Any]
@@ -349,8 +377,8 @@ class Pipeline:
         memory; a leaf that is one stays a jax array.
         """
         values = [
-            self._meeting.fetch(name, array, aval, place)
-            for name, array, aval, place, _ in self._leaves(state)
+            self._meeting.fetch(each.name, each.value, each.aval, each.sharding)
+            for each in self._names.parameters(state)
         ]
         if self._meeting.process_index != 0:
             return None
@@ -362,36 +390,18 @@ class Pipeline:
         Every process has to ask. It does not depend on how the model was cut or laid out.
         """
         own = {}
-        for name, array, aval, place, stage in self._leaves(state):
-            home = self._topology.stage_processes(stage)[0]
-            value = self._meeting.fetch(name, array, aval, place, home)
+        for each in self._names.parameters(state):
+            home = self._topology.stage_processes(each.stage)[0]
+            value = self._meeting.fetch(each.name, each.value, each.aval, each.sharding, home)
             if value is not None:
-                own[name] = array_digest(value)
+                own[each.name] = array_digest(value)
         told = self._meeting.gather("the digests of parameters", own)
         digests = {name: digest for each in told for name, digest in each.items()}
         return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
-    def _leaves(
-        self, state: PipelineState
-    ) -> Iterator[tuple[str, jax.Array | None, jax.ShapeDtypeStruct, Sharding, int]]:
-        """Each leaf of the parameter tree: path, value if it is here, shape, place, stage."""
-        structure = self._plans[0].partition.structure
-        names = parameter_names(structure)
-        first = {
-            leaf: (stage, position)
-            for stage, plan in reversed([*enumerate(self._plans)])
-            for position, leaf in enumerate(plan.partition.leaves)
-        }
-        for leaf in range(structure.num_leaves):
-            stage, position = first[leaf]
-            own = state.stages.get(stage)
-            yield (
-                names[leaf],
-                own.params[position] if own is not None else None,
-                self._plans[stage].avals[position],
-                self._specs[stage].params[position],
-                stage,
-            )
+    def _wait_for_compilers(self) -> None:
+        """Nothing runs on devices of several processes before all of them are here."""
+        self._meeting.gather("the end of compiling", None, self._compile_timeout_s)
 
     def _layout(self, replica: int, stage: int, shape: tuple[int, ...]) -> Sharding:
         return self._topology.group(replica, stage).rows(shape)

@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 from rrfp_jax.config import RunConfig
-from rrfp_jax.config_file import dump_config
+from rrfp_jax.config.file import dump_config
 from rrfp_jax.job.start import Job
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.report.trace import TraceFiles

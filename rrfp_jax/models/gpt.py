@@ -194,7 +194,7 @@ def _table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
+    return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
 
 
 def _linear(

@@ -56,10 +56,21 @@ class Partition:
         return [params[position] for position in self.trained]
 
 
+def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
+    """The path of each leaf, such as ``("blocks", "0", "attention", "kernel")``.
+
+    What Flax wraps around a leaf is no part of its path.
+    """
+    return [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def parameter_names(structure: Any) -> list[str]:
     """The path of each leaf of a parameter tree, such as ``blocks.0.attention.kernel``."""
     placeholders = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return [
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        for path, _ in jax.tree_util.tree_leaves_with_path(placeholders)
-    ]
+    return [".".join(path) for path in leaf_paths(placeholders)]
+
+
+def _path(entries: Sequence[Any]) -> tuple[str, ...]:
+    path = tuple(jax.tree_util.keystr((entry,), simple=True) for entry in entries)
+    wrapped = len(path) > 1 and path[-1] == "value"
+    return path[:-1] if wrapped and isinstance(entries[-1], jax.tree_util.GetAttrKey) else path

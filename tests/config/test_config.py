@@ -6,8 +6,8 @@ import pytest
 
 from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.config import RunConfig
-from rrfp_jax.config_docs import as_markdown
-from rrfp_jax.config_file import ConfigError, dump_config, load_config
+from rrfp_jax.config.docs import as_markdown
+from rrfp_jax.config.file import ConfigError, dump_config, load_config
 
 
 def load(tmp_path, text, *overrides):

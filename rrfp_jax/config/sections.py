@@ -1,10 +1,4 @@
-"""The configuration of a run: every key, its type, its default, its limits.
-
-A config is a YAML 1.2 file (so ``1e-4`` is a number, ``010`` is ten, and a key that
-comes twice is an error) and any number of ``section.key=value`` overrides, whose values
-are YAML too. Unknown keys are refused with the nearest known one. Nothing here imports
-jax: a bad config is told in a moment, before anything is loaded.
-"""
+"""The sections of a config: every key, its type, its default, its limits."""
 
 from __future__ import annotations
 
@@ -21,7 +15,6 @@ from pydantic import (
 )
 
 from rrfp_jax.budget import ActivationBudget
-from rrfp_jax.layout import layers_per_stage
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -70,8 +63,9 @@ class RunSection(Section):
     dir: Annotated[
         Path | None, BeforeValidator(_as_path), PlainSerializer(lambda p: p and str(p))
     ] = None
-    """The run directory, relative to where the command is started; it may not hold a run
-    already. By default runs/<name of the config>-<date and time>."""
+    """The run directory, relative to where the command is started. A run that is there
+    already goes on from its newest checkpoint. By default
+    runs/<name of the config>-<date and time>."""
 
     trace_every: Index = 10
     """Trace one step in so many; 0 for none."""
@@ -118,6 +112,9 @@ class ModelConfig(Section):
 
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies."""
+
+    norm_eps: Positive = 1e-6
+    """Added to the mean square in a norm."""
 
     layers_per_stage: Counts | None = None
     """Blocks of each stage; by default as even as can be, the first stages taking more."""
@@ -289,6 +286,41 @@ class TrainConfig(Section):
     """Stop after more skipped steps in a row than this."""
 
 
+class CheckpointConfig(Section):
+    """When a run is saved, what is kept, and where it goes on from."""
+
+    enabled: bool = True
+    """Save in run.dir/checkpoints, at the end of the run and when it is stopped too; false for
+    never."""
+
+    every_steps: Index = 0
+    """Save after so many steps; 0 for not by steps."""
+
+    every_minutes: Seconds = 10.0
+    """Save after so many minutes; 0 for not by time."""
+
+    keep_last: Count = 2
+    """How many of the newest are kept."""
+
+    keep_every: Index = 0
+    """Keep those whose step is a multiple of this besides; 0 for none."""
+
+    restore_from: Annotated[
+        Path | None, BeforeValidator(_as_path), PlainSerializer(lambda p: p and str(p))
+    ] = None
+    """Begin with the newest checkpoint of this run directory, where run.dir has none itself."""
+
+    accept_changes: bool = False
+    """Go on although the model, the data, the batch, the seed or the optimizer is another one
+    than that of the run that was saved."""
+
+    timeout_s: Positive = 600.0
+    """How long writing a checkpoint may take."""
+
+    preempt_grace_s: Positive = 60.0
+    """How long a run that is stopped (SIGTERM, Ctrl-C) may take to finish its step and to save."""
+
+
 class TransportConfig(Section):
     """How the processes of a job talk."""
 
@@ -317,72 +349,3 @@ class VariabilityConfig(Section):
 
     seed: Index = 0
     """Of the delays."""
-
-
-class RunConfig(Section):
-    """A whole run."""
-
-    run: RunSection = RunSection()
-    """Where it goes and what it records."""
-
-    model: ModelConfig = ModelConfig()
-    """What is trained."""
-
-    data: DataConfig = DataConfig()
-    """On what."""
-
-    mesh: MeshConfig = MeshConfig()
-    """On which devices."""
-
-    schedule: ScheduleConfig = ScheduleConfig()
-    """In which order."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """With which updates."""
-
-    train: TrainConfig = TrainConfig()
-    """For how long."""
-
-    transport: TransportConfig = TransportConfig()
-    """Through which messages, where there are several processes."""
-
-    variability: VariabilityConfig = VariabilityConfig()
-    """Under which injected delays."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RunConfig:
-        given, stages = self.model.layers_per_stage, self.mesh.stages
-        if given is None:
-            layers_per_stage(self.model.num_layers, stages)
-        elif len(given) != stages or sum(given) != self.model.num_layers:
-            raise ValueError(
-                f"model.layers_per_stage={list(given)} must have mesh.stages={stages} entries "
-                f"that sum to model.num_layers={self.model.num_layers}"
-            )
-        if self.optimizer.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must not be more than "
-                f"train.steps={self.train.steps}; give for example "
-                f"optimizer.warmup_steps={self.train.steps // 10}"
-            )
-        self._check_mesh()
-        if self.model.vocab_size < 256:
-            raise ValueError(
-                f"model.vocab_size={self.model.vocab_size} must be at least 256 for byte-level "
-                "text (data.kind=stdlib_text)"
-            )
-        return self
-
-    def _check_mesh(self) -> None:
-        tensor, data, model = self.mesh.tensor, self.mesh.data, self.model
-        for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
-            if getattr(model, name) % tensor:
-                raise ValueError(
-                    f"model.{name}={getattr(model, name)} must be a multiple of "
-                    f"mesh.tensor={tensor}, over which the model's parameters are shared out"
-                )
-        if self.data.rows_per_microbatch % data:
-            raise ValueError(
-                f"data.rows_per_microbatch={self.data.rows_per_microbatch} must be a multiple of "
-                f"mesh.data={data}, over which rows are shared out"
-            )
