@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rrfp_jax.checkpoint.checkpointer import Checkpointer
     from rrfp_jax.config import RunConfig
     from rrfp_jax.config.file import load_config
     from rrfp_jax.hints import Hint
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpointer": "rrfp_jax.checkpoint.checkpointer",
     "Hint": "rrfp_jax.hints",
     "Job": "rrfp_jax.job.start",
     "Kind": "rrfp_jax.task",
