@@ -40,6 +40,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpointer",
     "Hint",
     "Job",
     "Kind",

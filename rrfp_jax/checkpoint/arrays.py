@@ -78,7 +78,7 @@ def snapshot(arrays: Iterable[NamedArray]) -> list[Shard]:
         (name, array.shape, part)
         for name, array in own
         for part in array.addressable_shards
-        if part.replica_id == 0
+        if part.replica_id == 0 and array.size  # an empty array has nothing to write
     ]
     for _, _, part in parts:
         part.data.copy_to_host_async()
@@ -156,26 +156,29 @@ def write(item: Path, process_index: int, shards: Sequence[Shard]) -> None:
         raise CheckpointError(f"{item} cannot be written: {error}") from error
 
 
-def finish(item: Path, paths: Iterable[Sequence[str]]) -> None:
+def finish(item: Path, facts: Iterable[ArrayFacts]) -> None:
     """Joins what all processes have written. Called in one of them.
 
     Args:
       item: The folder of the item.
-      paths: Of all its arrays.
+      facts: Of all its arrays. Empty ones are no part of the tree that orbax sees.
 
     Raises:
       CheckpointError: There is no room, or no permission.
     """
     tree: dict[str, Any] = {}
-    for path in paths:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = _Written()
+    for each in facts:
+        if 0 not in each.shape:
+            node = tree
+            for key in each.path[:-1]:
+                node = node.setdefault(key, {})
+            node[each.path[-1]] = _Written()
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (_Written, _WrittenHandler())
+            (_Written, _WrittenHandler()),
+            # Asked for before there is an array at all.
+            (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None)),
         ),
         multiprocessing_options=alone,
     )
@@ -194,7 +197,10 @@ def reader(item: Path) -> Callable[[Sequence[NamedArray]], list[jax.Array]]:
     def read(wanted: Sequence[NamedArray]) -> list[jax.Array]:
         context = ts.Context()
         # All at once: the disk is kept busy while arrays that have come are put on devices.
-        pending = [_Pending(_open(item, each.name, context), each) for each in wanted]
+        pending = [
+            _Pending(_open(item, each.name, context) if each.aval.size else None, each)
+            for each in wanted
+        ]
         return [each.arrived() for each in pending]
 
     return read
@@ -210,8 +216,11 @@ def read_whole(item: Path, names: Iterable[str]) -> dict[str, Array]:
 class _Pending:
     """An array whose parts are on their way from the disk."""
 
-    def __init__(self, store: ts.TensorStore, array: NamedArray) -> None:
+    def __init__(self, store: ts.TensorStore | None, array: NamedArray) -> None:
         self._array = array
+        self._parts: dict[str, Any] = {}
+        if store is None:
+            return
         self._is_key = jnp.issubdtype(array.aval.dtype, jax.dtypes.prng_key)
         indices = (
             [(...,)]
@@ -222,10 +231,13 @@ class _Pending:
         self._parts = {str(index): store[index].read() for index in indices if index is not None}
 
     def arrived(self) -> jax.Array:
+        if not self._parts:
+            empty = np.zeros(self._array.aval.shape, self._array.aval.dtype)
+            return put([empty], [self._array.sharding])[0]
         parts = {index: np.asarray(part.result()) for index, part in self._parts.items()}
         if self._is_key:
             ((_, words),) = parts.items()
-            impl = jax.random.key_impl(self._array.aval)  # type: ignore[arg-type]
+            impl = _impl_of(self._array.aval)
             key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
             return put([key], [self._array.sharding])[0]
         array: jax.Array = jax.make_array_from_callback(
@@ -242,6 +254,13 @@ def _words(value: jax.Array) -> jax.Array:
 def _words_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     words: jax.ShapeDtypeStruct = jax.eval_shape(_words, aval)
     return words
+
+
+def _impl_of(aval: jax.ShapeDtypeStruct) -> Any:
+    """The generator of random keys; jax tells it of arrays, and of those it only traces."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), aval)
+    return found[0]
 
 
 def own_part(item: str, process_index: int) -> str:
@@ -269,6 +288,7 @@ def _spec(
         },
     }
     if chunk is not None:
+        spec["store_data_equal_to_fill_value"] = True  # what is zero has to be there as well
         spec["metadata"] = {
             "chunks": [max(1, dim) for dim in chunk],
             "compressor": None,

@@ -290,15 +290,15 @@ class Checkpointer:
             for name, (size, digest) in each.items()
         }
         names = self._pipeline.names
-        paths = {
-            PARAMETERS: [each.path for each in names.parameters()],
-            OPTIMIZER: [each.path for each in names.optimizer()],
+        items = {
+            PARAMETERS: arrays.facts_of(names.parameters()).values(),
+            OPTIMIZER: arrays.facts_of(names.optimizer()).values(),
         }
         text = self._metadata
 
         def work() -> None:
-            for item in (PARAMETERS, OPTIMIZER):
-                arrays.finish(writing.folder / item, paths[item])
+            for item, facts in items.items():
+                arrays.finish(writing.folder / item, facts)
             saved.write(writing.folder, text)
             rest = measure(writing.folder, known=files)
             self._folder.commit(writing.step, writing.token, {**rest, **files})
