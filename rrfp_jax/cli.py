@@ -2,8 +2,8 @@
 
 Parsing and configs come first and need no jax; a command's module is imported when the
 command is known to be a good one. Exit codes: 0 done, 1 failed or beyond a stated
-limit, 2 a bad config or command line, 75 another process was lost, so that another try may
-succeed, 130 interrupted, 143 terminated.
+limit, 2 a bad config or command line, 75 another process was lost or a training run was
+terminated, so that it is worth another start, 130 interrupted, 143 terminated.
 
 Errors that the package raises on purpose are told in their own words; all others keep
 their traceback.
@@ -28,10 +28,18 @@ from rich.console import Console
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import ConfigError, dump_config, load_config
 from rrfp_jax.hints import Hint, load_hint
-from rrfp_jax.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RETRY, JobError, lost_process
+from rrfp_jax.job.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_RETRY,
+    EXIT_TERMINATED,
+    JobError,
+    TerminatedError,
+    lost_process,
+)
 from rrfp_jax.job.launcher import LaunchPlan, plan_launch
 
-EXIT_BAD_CONFIG, EXIT_TERMINATED = 2, 143
+EXIT_BAD_CONFIG = 2
 
 if TYPE_CHECKING:
     from rrfp_jax.job.start import Job
@@ -45,6 +53,7 @@ examples:
   rrfp train configs/lm_tiny.yaml schedule.hint=1f1b schedule.mode=fixed
   rrfp check configs/lm_tiny.yaml model.tie_embeddings=false
   rrfp launch 4 configs/lm_tp.yaml train.steps=40
+  rrfp launch 4 configs/lm_tiny.yaml --restarts 3
   rrfp doctor
   rrfp hints bfw --stages 4 --microbatches 8
   rrfp bench kernels
@@ -69,7 +78,7 @@ def _interrupt_again(unraisable: Any) -> None:
     """An interrupt that came while a destructor or a collection ran would be swallowed there."""
     error = unraisable.exc_value
     if isinstance(error, KeyboardInterrupt):
-        number = signal.SIGTERM if isinstance(error, _TerminatedError) else signal.SIGINT
+        number = signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT
         threading.Timer(_AGAIN_S, signal.raise_signal, [number]).start()
     else:
         sys.__unraisablehook__(unraisable)
@@ -86,12 +95,8 @@ def _is_held() -> bool:
     return inside or (jax is not None and jax.distributed.is_initialized())
 
 
-class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does: files are closed, threads are joined."""
-
-
 def _terminate(signum: int, frame: object) -> NoReturn:
-    raise _TerminatedError
+    raise TerminatedError
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -103,9 +108,10 @@ def _run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         errors.print(str(error), style="red")
         return EXIT_BAD_CONFIG
-    except _TerminatedError:
+    except TerminatedError:
         errors.print("terminated", style="yellow")
-        return EXIT_TERMINATED
+        # A run that is trained goes on from its newest checkpoint when it is started again.
+        return EXIT_RETRY if arguments.command in (_train, _launch) else EXIT_TERMINATED
     except KeyboardInterrupt:
         errors.print("interrupted", style="yellow")
         return EXIT_INTERRUPTED
@@ -149,8 +155,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from rrfp_jax.commands import train
 
     with _job(plan, config) as job:
-        train.run(config, _console(), name=Path(arguments.config).stem, job=job)
-    return 0
+        return train.run(config, _console(), name=Path(arguments.config).stem, job=job)
 
 
 def _bench_agreement(arguments: argparse.Namespace) -> int:
@@ -169,19 +174,31 @@ def _bench_transport(arguments: argparse.Namespace) -> int:
 
 def _launch(arguments: argparse.Namespace) -> int:
     count, given = arguments.count, [*filter(None, [arguments.config]), *arguments.overrides]
+    grace_s = 0.0
     if arguments.config is not None:
         config = load_config(arguments.config, arguments.overrides)
+        grace_s = config.checkpoint.preempt_grace_s
         if config.mesh.num_devices % count:
             raise ConfigError(
                 f"{config.mesh.num_devices} devices (mesh.replicas x mesh.stages x mesh.data x "
                 f"mesh.tensor) do not divide over {count} processes; start a number that divides "
                 "them, or change the mesh."
             )
-    elif not arguments.doctor:
+    elif not arguments.doctor or arguments.restarts:
         raise ConfigError("expected a config to train, such as configs/lm_tiny.yaml, or --doctor.")
+    if arguments.restarts and not config.checkpoint.enabled:
+        raise ConfigError(
+            "--restarts goes on from checkpoints, and checkpoint.enabled is false; leave one out."
+        )
+    if arguments.restarts and config.run.dir is None:
+        from rrfp_jax.training.folders import new_run_folder
+
+        # Every start has to find the same one.
+        given.append(f"run.dir={new_run_folder(Path(arguments.config).stem)}")
     from rrfp_jax.commands import launch
 
-    return launch.run(count, ["doctor" if arguments.doctor else "train", *given])
+    command = ["doctor" if arguments.doctor else "train", *given]
+    return launch.run(count, command, restarts=arguments.restarts, grace_s=grace_s)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -334,14 +351,23 @@ def _parser() -> argparse.ArgumentParser:
         "launch",
         help="train in several processes on this machine",
         description="Starts N processes of `rrfp train` on this machine, each with its share of "
-        "the devices, and prints what they say behind their numbers. One Ctrl-C ends all. Exits "
-        "with the code of the first that failed.",
+        "the devices, and prints what they say behind their numbers. One Ctrl-C lets all finish "
+        "their step and save it, a second one ends them. Exits with the code of the first that "
+        "failed.",
     )
     launch.add_argument("count", type=_count, metavar="N", help="how many processes")
     launch.add_argument("config", nargs="?", metavar="CONFIG", help=_CONFIG_HELP)
     launch.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES_HELP)
     launch.add_argument(
         "--doctor", action="store_true", help="look at the processes instead of training"
+    )
+    launch.add_argument(
+        "--restarts",
+        type=_index,
+        default=0,
+        metavar="R",
+        help="start again so often from the newest checkpoint, when a process dies or is "
+        "terminated (default: 0)",
     )
     launch.set_defaults(command=_launch)
 

@@ -476,9 +476,9 @@ def _warn_of_unsplit_loops(plans: Sequence[StagePlan]) -> None:
 def _skip_reason(result: TaskResults, not_finite: tuple[int, str] | None) -> str | None:
     if result.weight == 0:
         return "0 tokens counted"
+    gradient = "the gradient of {1} on stage {0}".format(*not_finite) if not_finite else ""
     if not math.isfinite(result.loss_sum):
-        return f"the loss is not finite ({result.loss_sum})"
-    if not_finite is not None:
-        stage, name = not_finite
-        return f"the gradient of {name} on stage {stage} is not finite"
-    return None
+        return f"the loss is not finite ({result.loss_sum})" + f", nor is {gradient}" * bool(
+            gradient
+        )
+    return f"{gradient} is not finite" if gradient else None

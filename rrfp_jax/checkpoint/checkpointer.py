@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from rrfp_jax.checkpoint import arrays, saved
 from rrfp_jax.checkpoint.errors import CheckpointError
-from rrfp_jax.checkpoint.folder import CheckpointFolder, FileSum, measure, problems
+from rrfp_jax.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FileSum, measure, problems
 from rrfp_jax.checkpoint.saved import OPTIMIZER, PARAMETERS, RUN, Saved
 from rrfp_jax.checkpoint.writing import Phase, Writing
 from rrfp_jax.pipeline import Pipeline
@@ -322,5 +322,5 @@ def _find(path: Path) -> tuple[CheckpointFolder, list[int] | None]:
     """A folder of checkpoints, or of one of them; a run's own folder does as well."""
     if (path / RUN / "metadata").is_file() and path.name.isdecimal():
         return CheckpointFolder(path.parent), [int(path.name)]
-    inner = path / "checkpoints"
+    inner = path / CHECKPOINTS
     return CheckpointFolder(inner if inner.is_dir() else path), None

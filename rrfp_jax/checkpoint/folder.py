@@ -23,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+CHECKPOINTS = "checkpoints"  # of a run, in its directory
 _MANIFEST = "manifest.json"
 # The mark by which orbax, too, knows what is not complete.
 _TEMPORARY = ".orbax-checkpoint-tmp-"

@@ -16,35 +16,60 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from rrfp_jax.job.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_RETRY,
+    EXIT_TERMINATED,
+    TerminatedError,
+)
 from rrfp_jax.job.launcher import COORDINATOR, NUM_PROCESSES, PROCESS_INDEX
 
 # How long the others may go on after one has failed; longer than it takes them to notice.
 _AFTER_FAILURE_S = 40.0
-# How long all have after each of these, when they are told to end.
-_PATIENCE_S = {signal.SIGINT: 10.0, signal.SIGTERM: 5.0, signal.SIGKILL: 5.0}
+# How long all have to end: after what lets them finish their step, beside their grace; after
+# what ends them at once; after what they cannot refuse.
+_PATIENCE_S, _AT_ONCE_S, _KILLED_S = 10.0, 5.0, 5.0
+# Exit codes of a job that is worth another start, beside those of processes that a signal has
+# killed: 128 and its number.
+_STOPPED = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 _COLORS = (36, 33, 35, 32, 34, 31, 96, 93)
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def run(count: int, command: Sequence[str]) -> int:
+def run(count: int, command: Sequence[str], *, restarts: int = 0, grace_s: float = 0.0) -> int:
     """Runs a command in every process of a job.
 
     Args:
       count: How many processes.
       command: Of ``rrfp``, with its arguments.
+      restarts: How often to start the job again when a process was killed or terminated.
+      grace_s: How long processes may take to save when they are stopped.
 
     Returns:
-      0, or the exit code of the first process that failed.
+      0, or the exit code of the first process that failed, in the last start.
     """
+    for number in range(1, restarts + 1):
+        code = _run_once(count, command, grace_s)
+        if not _is_worth_another_start(code):
+            return code
+        print(f"restart {number} of {restarts}, from the newest checkpoint", flush=True)
+    return _run_once(count, command, grace_s)
+
+
+def _run_once(count: int, command: Sequence[str], grace_s: float) -> int:
     job = _Processes(count, command)
     try:
         return job.wait()
-    except KeyboardInterrupt:
-        # SIGTERM comes as one too; the others are asked as if by Ctrl-C, the gentlest way.
-        job.end(signal.SIGINT)
+    except KeyboardInterrupt as error:
+        number = signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT
+        job.end(number, grace_s + _PATIENCE_S)
         raise
     finally:
-        job.end(signal.SIGTERM)
+        job.end(signal.SIGTERM, _AT_ONCE_S)
+
+
+def _is_worth_another_start(code: int) -> bool:
+    return code == EXIT_RETRY or (code > 128 and code not in _STOPPED)
 
 
 def environment_of(index: int, count: int, port: int, outer: Mapping[str, str]) -> dict[str, str]:
@@ -108,13 +133,17 @@ class _Processes:
                 self._say(f"process {index} ended with exit code {first_code}")
         return first_code
 
-    def end(self, first: signal.Signals) -> None:
+    def end(self, first: signal.Signals, patience_s: float) -> None:
         """Ends those that are left: asks, asks again, and at last does not ask."""
-        for number in list(_PATIENCE_S)[list(_PATIENCE_S).index(first) :]:
+        for number, limit_s in (
+            (first, patience_s),
+            (signal.SIGTERM, _AT_ONCE_S),
+            (signal.SIGKILL, _KILLED_S),
+        ):
             left = [child for child in self._children if child.poll() is None]
             for child in left:
                 child.send_signal(number)
-            deadline_s = time.monotonic() + _PATIENCE_S[number]
+            deadline_s = time.monotonic() + limit_s
             for child in left:
                 try:
                     child.wait(max(0.0, deadline_s - time.monotonic()))

@@ -320,6 +320,14 @@ class CheckpointConfig(Section):
     preempt_grace_s: Positive = 60.0
     """How long a run that is stopped (SIGTERM, Ctrl-C) may take to finish its step and to save."""
 
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        if self.restore_from is not None and not self.enabled:
+            raise ValueError(
+                f"restore_from={self.restore_from} needs enabled=true: a run that goes on is saved"
+            )
+        return self
+
 
 class TransportConfig(Section):
     """How the processes of a job talk."""

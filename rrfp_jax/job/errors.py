@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import final
 
-# Of a process: it has failed; another one was lost, so that the job is worth another try;
-# it was interrupted.
-EXIT_FAILED, EXIT_RETRY, EXIT_INTERRUPTED = 1, 75, 130
+# Of a process: it has failed; another one was lost, or a run was terminated, so that the job is
+# worth another start; it was interrupted.
+EXIT_FAILED, EXIT_RETRY, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 75, 130, 143
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does: files are closed, threads are joined."""
 
 
 class JobError(RuntimeError):

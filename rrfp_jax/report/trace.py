@@ -19,6 +19,7 @@ from rrfp_jax.report.clocks import clock_offset_ns
 from rrfp_jax.step.meeting import Meeting
 from rrfp_jax.task import Task
 from rrfp_jax.topology import StageGroup, Topology
+from rrfp_jax.training.metrics import go_on_after
 from rrfp_jax.training.observer import Observer, StepRecord
 
 # Steps in the Perfetto file: enough to see a pattern, few enough to open at once.
@@ -34,9 +35,12 @@ class TraceFiles(Observer):
       topology: Of the run.
       meeting: Of its processes.
       every: Trace one step in so many, the first included.
+      step: Of the checkpoint that the run goes on from; 0 for none. Times begin anew there.
     """
 
-    def __init__(self, folder: Path, *, topology: Topology, meeting: Meeting, every: int) -> None:
+    def __init__(
+        self, folder: Path, *, topology: Topology, meeting: Meeting, every: int, step: int = 0
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._perfetto = folder / "trace.perfetto.json"
         self._topology = topology
@@ -44,10 +48,10 @@ class TraceFiles(Observer):
         self._every = every
         self._origin_ns: int | None = None
         self._recent: deque[list[dict[str, Any]]] = deque(maxlen=PERFETTO_STEPS)
-        self._files = {
-            (group.replica, group.stage): (folder / self._name(group)).open("w", encoding="utf-8")
-            for group in topology.local_groups
-        }
+        paths = {(g.replica, g.stage): folder / self._name(g) for g in topology.local_groups}
+        for path in paths.values():
+            go_on_after(path, step)
+        self._files = {place: path.open("a", encoding="utf-8") for place, path in paths.items()}
 
     def stepped(self, record: StepRecord) -> None:
         """Writes the step's tasks, if it is one that is traced."""

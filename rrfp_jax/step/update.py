@@ -37,7 +37,8 @@ class GradientNorm:
 
     Attributes:
       value: Its 2-norm, over every parameter once.
-      not_finite: ``stage`` and path of the first parameter whose gradient is not finite.
+      not_finite: ``stage`` and path of the parameter whose gradient was the first not to be
+        finite: on the last stage that has one.
     """
 
     value: float
@@ -94,7 +95,8 @@ class Updater:
         total, bad = 0.0, None
         for leaf, ((stage, position), *_) in self._holders.items():
             square = values[stage][position]
-            if bad is None and not math.isfinite(square):
+            # Gradients go from the last stage to the first, and so does what spoils them.
+            if not math.isfinite(square) and (bad is None or stage > bad[0]):
                 bad = (stage, self._names[leaf])
             total += square
         return GradientNorm(value=math.sqrt(total) if bad is None else math.nan, not_finite=bad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 
 from rrfp_jax.config import RunConfig
 from rrfp_jax.data import text
+from rrfp_jax.data.batching import StepIterator
 from rrfp_jax.dispatch.delays import ExponentialDelays
 from rrfp_jax.job.start import Job
 from rrfp_jax.layout import layers_per_stage
@@ -37,7 +38,7 @@ class Experiment:
     init_fn: Callable[[jax.Array], Any]
     loss_fn: LossFn
     pipeline: Pipeline
-    batches: Iterator[Sequence[Any]]
+    batches: StepIterator
     held_out: Sequence[Any]
     learning_rate: Callable[[int], float]
 

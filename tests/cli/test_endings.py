@@ -48,23 +48,59 @@ def finish(process):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(
-    ("sent", "code", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
-)
-def test_interrupted_training_closes_its_files_and_says_so(config, tmp_path, sent, code, word):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_training_that_is_stopped_finishes_its_step_saves_it_and_says_so(
+    config, tmp_path, sent, code
+):
     out = tmp_path / "out"
-    process = start("train", config, *TINY, "train.steps=1000000", f"run.dir={out}")
+    command = ["train", config, *TINY, "train.steps=1000000", f"run.dir={out}"]
+    process = start(*command)
     while "step 1 of" not in process.stdout.readline():
         assert process.poll() is None, process.stderr.read()
     process.send_signal(sent)
-    assert finish(process)[::2] == (code, f"{word}\n")
+    ended, text, err = finish(process)
+    assert (ended, err) == (
+        code,
+        f"{sent.name}: finishing the step, then saving it; once more ends at once\n",
+    )
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [str(steps[-1])]
+    assert f"stopped after step {steps[-1]} of 1000000, saved in" in text
     for stage in range(2):
         rows = (out / "trace" / f"stage{stage}.jsonl").read_text().splitlines()
-        assert {json.loads(row)["step"] for row in rows} >= set(steps[:-1])
+        assert {json.loads(row)["step"] for row in rows} == set(steps)
     assert json.loads((out / "trace" / "trace.perfetto.json").read_text())["traceEvents"]
+    again = start(*command)
+    while f"going on after step {steps[-1]}" not in (line := again.stdout.readline()):
+        assert line, again.stderr.read()
+    while "step " not in again.stdout.readline():
+        assert again.poll() is None, again.stderr.read()
+    again.send_signal(sent)
+    again.send_signal(sent)
+    assert finish(again)[0] in (code, 143 if sent == signal.SIGTERM else code)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_training_that_is_stopped_while_it_compiles_ends_at_once(config, tmp_path, sent, code):
+    extra = ["run.compilation_cache=false", f"run.dir={tmp_path / 'out'}"]
+    process = start("train", config, *TINY, *extra)
+    while "stage 1" not in process.stdout.readline():
+        assert process.poll() is None, process.stderr.read()
+    process.send_signal(sent)
+    assert finish(process)[0] == code
+    assert [*(tmp_path / "out" / "checkpoints").iterdir()] == []
+
+
+def test_a_run_directory_with_steps_that_were_not_saved_is_refused(config, tmp_path):
+    command = ["train", config, *TINY, "train.steps=1", "optimizer.warmup_steps=0"]
+    command += [f"run.dir={tmp_path}", "checkpoint.enabled=false"]
+    assert finish(start(*command))[0] == 0
+    code, _, err = finish(start(*command))
+    assert code == 1
+    assert "holds a run already that was not saved" in err
 
 
 def test_thread_that_cannot_be_ended_does_not_keep_the_process():

@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.step import EvalMetrics, PipelineState, StepMetrics
 from rrfp_jax.training.observer import Observer
-from rrfp_jax.training.trainer import TooManySkippedError, fit
+from rrfp_jax.training.trainer import SkipCount, TooManySkippedError, fit
 
 
 @dataclass
@@ -54,7 +54,16 @@ class Recorder(Observer):
         pass
 
 
-def train(*, skips=(), num_steps=6, max_skipped=2, held_out=("microbatch",), eval_every=0):
+def train(
+    *,
+    skips=(),
+    num_steps=6,
+    max_skipped=2,
+    held_out=("microbatch",),
+    eval_every=0,
+    skipped=None,
+    stop_after=0,
+):
     pipeline, recorder = Scripted(skips=set(skips)), Recorder()
     fit(
         pipeline,
@@ -66,6 +75,8 @@ def train(*, skips=(), num_steps=6, max_skipped=2, held_out=("microbatch",), eva
         held_out=held_out,
         eval_every=eval_every,
         observers=[recorder],
+        skipped=skipped or SkipCount(),
+        keep=lambda state, is_last: state.step == stop_after,
     )
     return pipeline, recorder.records
 
@@ -89,7 +100,13 @@ def test_evaluation_comes_every_so_often_and_after_the_last_step(eval_every, hel
 def test_skips_beyond_the_limit_in_a_row_stop_the_run_with_a_remedy():
     with pytest.raises(TooManySkippedError) as caught:
         train(skips={2, 3, 4})
-    for part in ("3 steps in a row", "step 4", "not finite", "train.max_skipped=2", "Lower"):
+    for part in (
+        "3 steps in a row",
+        "step 2 because",
+        "not finite",
+        "train.max_skipped=2",
+        "Lower",
+    ):
         assert part in str(caught.value)
 
 
@@ -97,3 +114,13 @@ def test_skips_that_are_not_in_a_row_go_on():
     _, records = train(skips={1, 2, 4, 5})
     assert len(records) == 6
     assert records[-1].num_skipped == 4
+
+
+def test_skips_before_a_checkpoint_count_after_it():
+    with pytest.raises(TooManySkippedError, match="3 steps in a row were skipped, first step 9"):
+        train(skips={1}, skipped=SkipCount(total=4, in_a_row=2, first="step 9 because of x"))
+
+
+def test_who_keeps_the_run_may_stop_it():
+    _, records = train(stop_after=2)
+    assert len(records) == 2
