@@ -56,7 +56,15 @@ examples:
   rrfp launch 4 configs/lm_tiny.yaml --restarts 3
   rrfp doctor
   rrfp hints bfw --stages 4 --microbatches 8
+  rrfp checkpoint ls runs/mine
   rrfp bench kernels
+"""
+_CHECKPOINT_EPILOG = """
+examples:
+  rrfp checkpoint ls runs/mine
+  rrfp checkpoint verify runs/mine
+  rrfp checkpoint export runs/mine model.safetensors --format safetensors
+  rrfp checkpoint import model.safetensors configs/lm_tiny.yaml run.dir=runs/tuned
 """
 _CONFIG_HELP = "a YAML file; see configs/"
 _OVERRIDES_HELP = "overrides, such as train.steps=40 (values are YAML)"
@@ -64,7 +72,7 @@ _OVERRIDES_HELP = "overrides, such as train.steps=40 (values are YAML)"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _terminate)
     sys.unraisablehook = _interrupt_again
     code = _run(arguments)
@@ -72,6 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses a command line; a config and overrides may stand behind options, too."""
+    parser = _parser()
+    arguments, behind = parser.parse_known_args(argv)
+    if any(each.startswith("-") for each in behind) or not hasattr(arguments, "overrides"):
+        parser.parse_args(argv)  # which refuses what is left in its own words
+    elif behind and arguments.config is None:
+        arguments.config, behind = behind[0], behind[1:]
+    arguments.__dict__.setdefault("overrides", []).extend(behind)
+    return arguments
 
 
 def _interrupt_again(unraisable: Any) -> None:
@@ -226,6 +246,40 @@ def _check(arguments: argparse.Namespace) -> int:
     with _job(plan, config) as job:
         verdict = check.run(config, console, tolerance=arguments.tolerance, job=job)
     return verdict.conclude(console, as_json=arguments.json and leads)
+
+
+def _checkpoint_ls(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import checkpoint
+
+    console = _console(quiet=arguments.json)
+    verdict = checkpoint.ls(Path(arguments.path), console)
+    return verdict.conclude(console, as_json=arguments.json)
+
+
+def _checkpoint_verify(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import checkpoint
+
+    console = _console(quiet=arguments.json)
+    verdict = checkpoint.verify(Path(arguments.path), console)
+    return verdict.conclude(console, as_json=arguments.json)
+
+
+def _checkpoint_export(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import checkpoint
+
+    path, target = Path(arguments.path), Path(arguments.target)
+    checkpoint.export(path, target, form=arguments.format, console=_console())
+    return 0
+
+
+def _checkpoint_import(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    if config.run.dir is None:
+        raise ConfigError("expected run.dir=DIR, where the checkpoint of step 0 is to be written.")
+    from rrfp_jax.commands import checkpoint
+
+    checkpoint.import_weights(Path(arguments.weights), config, config.run.dir, _console())
+    return 0
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -400,6 +454,8 @@ def _parser() -> argparse.ArgumentParser:
     _takes_json(check)
     check.set_defaults(command=_check)
 
+    _add_checkpoint(commands)
+
     hints = commands.add_parser(
         "hints",
         help="list the hints, or draw one",
@@ -426,6 +482,46 @@ def _parser() -> argparse.ArgumentParser:
         _takes_json(each)
         each.set_defaults(command=command)
     return parser
+
+
+def _add_checkpoint(commands: Any) -> None:
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="list, verify, export and import checkpoints",
+        epilog=_CHECKPOINT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = checkpoint.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    path_help = "a run directory, a folder of checkpoints, or one of them"
+    for name, command, text in (
+        ("ls", _checkpoint_ls, "list checkpoints with their sizes, and whether they are complete"),
+        ("verify", _checkpoint_verify, "compare every file of every checkpoint with its checksum"),
+    ):
+        each = parts.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        each.add_argument("path", metavar="PATH", help=path_help)
+        _takes_json(each)
+        each.set_defaults(command=command)
+    export = parts.add_parser(
+        "export",
+        help="write the parameters of the newest intact checkpoint for use without a pipeline",
+        description="Writes the whole parameter tree of the newest intact checkpoint: as an orbax "
+        "tree, or as safetensors under the names of Llama-style weights.",
+    )
+    export.add_argument("path", metavar="PATH", help=path_help)
+    export.add_argument("target", metavar="TARGET", help="a new folder, or a new .safetensors file")
+    export.add_argument(
+        "--format", choices=("orbax", "safetensors"), default="orbax", help="default: orbax"
+    )
+    export.set_defaults(command=_checkpoint_export)
+    imports = parts.add_parser(
+        "import",
+        help="make a checkpoint of step 0 from Llama-style safetensors",
+        description="Makes a checkpoint of step 0 in run.dir from weights with the names of "
+        "public Llama-style models; rrfp train with the same run.dir goes on from it.",
+    )
+    imports.add_argument("weights", metavar="WEIGHTS", help="a .safetensors file, or their folder")
+    _takes_config(imports)
+    imports.set_defaults(command=_checkpoint_import)
 
 
 def _takes_config(parser: argparse.ArgumentParser) -> None:

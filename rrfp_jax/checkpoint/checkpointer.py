@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from rrfp_jax.checkpoint import arrays, saved
 from rrfp_jax.checkpoint.errors import CheckpointError
-from rrfp_jax.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FileSum, measure, problems
-from rrfp_jax.checkpoint.saved import OPTIMIZER, PARAMETERS, RUN, Saved
+from rrfp_jax.checkpoint.folder import CheckpointFolder, FileSum, find, measure, problems
+from rrfp_jax.checkpoint.saved import OPTIMIZER, PARAMETERS, Saved
 from rrfp_jax.checkpoint.writing import Phase, Writing
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.step import PipelineState
@@ -183,7 +183,7 @@ class Checkpointer:
         """
         folder, steps = self._folder, None
         if path is not None:
-            folder, steps = _find(Path(path))
+            folder, steps = find(Path(path))
         (steps, *_) = self._meeting.gather("which checkpoints there are", steps or folder.steps())
         passed_over = []
         for step in reversed(steps):
@@ -316,11 +316,3 @@ class Checkpointer:
             f"the checkpoint of step {writing.step} in {self._folder.path} could not be saved: "
             f"{words}; {newest}."
         )
-
-
-def _find(path: Path) -> tuple[CheckpointFolder, list[int] | None]:
-    """A folder of checkpoints, or of one of them; a run's own folder does as well."""
-    if (path / RUN / "metadata").is_file() and path.name.isdecimal():
-        return CheckpointFolder(path.parent), [int(path.name)]
-    inner = path / CHECKPOINTS
-    return CheckpointFolder(inner if inner.is_dir() else path), None

@@ -45,6 +45,12 @@ def describe(config: RunConfig, data: Mapping[str, Any], skipped: SkipCount) -> 
     }
 
 
+def describe_import(config: RunConfig, source: str) -> dict[str, Any]:
+    """What is saved beside weights from elsewhere, which only have to be the model's."""
+    identity = {key: v for key, v in config.identity().items() if key.startswith("model.")}
+    return {"identity": identity, "skipped": asdict(SkipCount()), "imported_from": source}
+
+
 def find(
     config: RunConfig, checkpointer: Checkpointer, position: Mapping[str, Any]
 ) -> Resumption | None:
@@ -75,11 +81,20 @@ def find(
             f"{saved.folder} was not saved by rrfp train, and says nothing of its data or config; "
             "restore it with rrfp_jax.Checkpointer."
         )
-    changes = _differences(saved.extra["identity"], config.identity())
-    data = saved.extra["data"]
-    # The position of an import is that of a run which has read nothing.
-    moved = [key for key in position if data and key in data and _differs(key, data, position)]
-    changes += [f"data: {key} was {data[key]!r}, is {position[key]!r}" for key in moved]
+    was, own, data = saved.extra["identity"], config.identity(), saved.extra.get("data")
+    if "imported_from" in saved.extra:
+        own = {key: own.get(key) for key in was}
+    changes = [
+        f"{key} was {was.get(key)!r}, is {own.get(key)!r}"
+        for key in dict.fromkeys([*was, *own])
+        if was.get(key) != own.get(key)
+    ]
+    moved = {
+        key: value
+        for key, value in (data or {}).items()
+        if key != "next_index" and value != position[key]
+    }
+    changes += [f"data: {key} was {value!r}, is {position[key]!r}" for key, value in moved.items()]
     if changes and not config.checkpoint.accept_changes:
         listed = "\n".join(f"  {each}" for each in changes)
         raise ConfigError(
@@ -89,19 +104,7 @@ def find(
         )
     return Resumption(
         saved=saved,
-        data=None if moved or not data else data,
+        data=None if moved else data,
         skipped=SkipCount(**saved.extra["skipped"]),
         changes=tuple(changes),
     )
-
-
-def _differs(key: str, data: Mapping[str, Any], position: Mapping[str, Any]) -> bool:
-    return key != "next_index" and data[key] != position[key]
-
-
-def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key} was {saved.get(key)!r}, is {own.get(key)!r}"
-        for key in dict.fromkeys([*saved, *own])
-        if saved.get(key) != own.get(key)
-    ]

@@ -99,8 +99,8 @@ def test_training_writes_a_whole_run_directory(config, tmp_path):
     assert sum(event["ph"] == "X" for event in events) == 3 * 4 * (2 + 3)
 
     again = rrfp("train", config, *TINY, f"run.dir={out}")
-    assert again.returncode == 1
-    assert "holds a run already" in again.stderr
+    assert again.returncode == 2
+    assert "train.steps was 12, is 300" in again.stderr
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
 
 

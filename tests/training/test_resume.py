@@ -117,7 +117,7 @@ def test_a_run_that_is_done_says_so_and_does_nothing(run, straight):
     ("override", "words"),
     [
         ("model.d_ff=32", "model.d_ff was 16, is 32"),
-        ("data.rows_per_microbatch=4", "data.rows_per_microbatch was 8, is 4"),
+        ("data.rows_per_microbatch=4", "data.rows_per_microbatch was 2, is 4"),
         ("schedule.microbatches=8", "schedule.microbatches x mesh.replicas was 4, is 8"),
         ("train.seed=1", "train.seed was 0, is 1"),
         ("optimizer.learning_rate=0.5", r"optimizer.learning_rate was [\d.e-]+, is 0.5"),
