@@ -100,7 +100,7 @@ def test_training_writes_a_whole_run_directory(config, tmp_path):
 
     again = rrfp("train", config, *TINY, f"run.dir={out}")
     assert again.returncode == 2
-    assert "train.steps was 12, is 300" in again.stderr
+    assert "train.steps was 12, is" in again.stderr
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
 
 
