@@ -1,6 +1,7 @@
 """Settings for all tests: eight CPU devices, and a cache of compiled programs."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell lets what it starts in the background ignore SIGINT; tests send it and expect an effect.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same small programs are compiled by many tests. The folder is private to a user and
 # a version, so that nobody runs what somebody else compiled.
