@@ -183,8 +183,9 @@ def finish(item: Path, facts: Iterable[ArrayFacts]) -> None:
         multiprocessing_options=alone,
     )
     try:
-        handler.save(epath.Path(item), args=ocp.args.PyTreeSave(tree))
-        handler.finalize(epath.Path(item))
+        folder = epath.Path(item.absolute())  # orbax refuses a relative one
+        handler.save(folder, args=ocp.args.PyTreeSave(tree))
+        handler.finalize(folder)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{item} cannot be completed: {error}") from error
     finally:

@@ -356,3 +356,15 @@ def test_a_later_format_is_refused_with_the_version_that_reads_it(pipeline, tmp_
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2}))
     with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
         saved.read(tmp_path / "1")
+
+
+def test_a_folder_relative_to_the_working_directory_holds_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipeline = pipeline_of()
+    state = pipeline.init(jax.random.key(KEY))
+    with Checkpointer("runs/mine/checkpoints", pipeline) as checkpointer:
+        checkpointer.save(state)
+        checkpointer.wait()
+        restored = checkpointer.restore(checkpointer.newest())
+    assert pipeline.digest(restored) == pipeline.digest(state)
+    assert (tmp_path / "runs/mine/checkpoints/0/parameters/manifest.ocdbt").is_file()
