@@ -256,6 +256,8 @@ class _StageThreads:
             event = item
         done = False
         for instruction in self._core.handle(event, time.monotonic_ns()):
+            if self._stopped.is_set():  # what it sent now would reach the next step
+                return False
             match instruction:
                 case Launch(task=task):
                     self._launch(task)

@@ -55,14 +55,15 @@ class InprocessTransport(Transport):
         self._thread.start()
 
     def send(self, bundle: Bundle) -> None:
-        """Queues a bundle for the thread."""
+        """Queues a bundle for the thread; between two steps it belongs to one that is over."""
         delay_ns = self._delays.transfer_ns(
             self._step, bundle.payload, bundle.source, bundle.microbatch
         )
         due_ns = time.monotonic_ns() + delay_ns if delay_ns else 0
         with self._wake:
-            heapq.heappush(self._due, (due_ns, next(self._tickets), bundle))
-            self._wake.notify()
+            if self._open:
+                heapq.heappush(self._due, (due_ns, next(self._tickets), bundle))
+                self._wake.notify()
 
     def tell(self, replica: int, stage: int, note: Note) -> None:
         """Never called: inside one process a stage is one program and needs no agreement."""

@@ -38,7 +38,7 @@ class Unreliable(Transport):
         self._inner.close()
 
 
-def build(tamper, **options):
+def build(tamper, transport_type=Unreliable, **options):
     toy = Toy(num_stages=3)
     pipeline = Pipeline(
         toy.loss_fn,
@@ -46,7 +46,7 @@ def build(tamper, **options):
         optax.adam(1e-2),
         buckets=microbatches(1),
         evaluation=False,
-        transport=lambda layout: Unreliable(layout, tamper),
+        transport=lambda layout: transport_type(layout, tamper),
         **options,
     )
     return toy, pipeline, pipeline.init(RNG)
@@ -117,6 +117,30 @@ def test_lost_transfer_ends_the_step_and_the_next_step_is_clean():
     toy, pipeline, state = build(lose)
     batches = microbatches(3)
     with pytest.raises(StepFailedError, match="gradient of microbatch 1 was lost.*cable was cut"):
+        pipeline.step(state, batches)
+    _, expected = reference(toy.loss_fn, toy.init_fn(RNG), batches, RNG)
+    assert largest_difference(pipeline.gradients(state, batches).tree, expected) <= 1e-5
+
+
+def test_what_a_stage_sends_after_its_step_has_failed_reaches_no_other_step():
+    """The step fails while a dispatcher sends, and is closed before it has sent."""
+    faults, closed = [True], threading.Event()
+
+    class Late(Unreliable):
+        def close(self):
+            super().close()
+            closed.set()
+
+    def tamper(bundle, send, fail):
+        if faults and is_gradient(bundle, 0):
+            faults.pop()
+            fail(bundle, "the cable was cut")
+            assert closed.wait(10)
+        send(bundle)
+
+    toy, pipeline, state = build(tamper, transport_type=Late)
+    batches = microbatches(3)
+    with pytest.raises(StepFailedError, match="cable was cut"):
         pipeline.step(state, batches)
     _, expected = reference(toy.loss_fn, toy.init_fn(RNG), batches, RNG)
     assert largest_difference(pipeline.gradients(state, batches).tree, expected) <= 1e-5
