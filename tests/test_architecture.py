@@ -14,6 +14,7 @@ ROOMS = [
     "task",
     "layout",
     "budget",
+    "variability",
     "config",
     "job",
     "topology",

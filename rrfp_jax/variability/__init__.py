@@ -1,0 +1,1 @@
+"""How long tasks take where it varies: recorded or drawn, without jax or clocks."""
