@@ -58,6 +58,7 @@ examples:
   rrfp hints bfw --stages 4 --microbatches 8
   rrfp checkpoint ls runs/mine
   rrfp bench kernels
+  rrfp bench faults configs/lm_tiny.yaml --kills 20
 """
 _CHECKPOINT_EPILOG = """
 examples:
@@ -198,12 +199,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.config is not None:
         config = load_config(arguments.config, arguments.overrides)
         grace_s = config.checkpoint.preempt_grace_s
-        if config.mesh.num_devices % count:
-            raise ConfigError(
-                f"{config.mesh.num_devices} devices (mesh.replicas x mesh.stages x mesh.data x "
-                f"mesh.tensor) do not divide over {count} processes; start a number that divides "
-                "them, or change the mesh."
-            )
+        _check_processes(config, count)
     elif not arguments.doctor or arguments.restarts:
         raise ConfigError("expected a config to train, such as configs/lm_tiny.yaml, or --doctor.")
     if arguments.restarts and not config.checkpoint.enabled:
@@ -219,6 +215,15 @@ def _launch(arguments: argparse.Namespace) -> int:
 
     command = ["doctor" if arguments.doctor else "train", *given]
     return launch.run(count, command, restarts=arguments.restarts, grace_s=grace_s)
+
+
+def _check_processes(config: RunConfig, count: int) -> None:
+    if config.mesh.num_devices % count:
+        raise ConfigError(
+            f"{config.mesh.num_devices} devices (mesh.replicas x mesh.stages x mesh.data x "
+            f"mesh.tensor) do not divide over {count} processes; start a number that divides "
+            "them, or change the mesh."
+        )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -315,6 +320,37 @@ def _bench_dispatch(arguments: argparse.Namespace) -> int:
 
     console = _console(quiet=arguments.json)
     return bench_dispatch.run(console).conclude(console, as_json=arguments.json)
+
+
+def _bench_faults(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import bench_faults
+
+    overrides = [*bench_faults.DEFAULTS, *arguments.overrides]
+    config = load_config(arguments.config, overrides)
+    _check_processes(config, arguments.processes)
+    if not config.checkpoint.enabled:
+        raise ConfigError("a killed run goes on from checkpoints, and checkpoint.enabled is false.")
+    console = _console(quiet=arguments.json)
+    verdict = bench_faults.run(
+        console,
+        arguments.config,
+        overrides,
+        processes=arguments.processes,
+        kills=arguments.kills,
+        steps=config.train.steps,
+        seed=arguments.seed,
+        timeout_s=arguments.timeout_s,
+    )
+    return verdict.conclude(console, as_json=arguments.json)
+
+
+def _bench_checkpoint(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    _use_host_devices(config.mesh.num_devices)
+    from rrfp_jax.commands import bench_checkpoint
+
+    console = _console(quiet=arguments.json)
+    return bench_checkpoint.run(config, console).conclude(console, as_json=arguments.json)
 
 
 def _plan(arguments: argparse.Namespace) -> LaunchPlan:
@@ -481,7 +517,47 @@ def _parser() -> argparse.ArgumentParser:
         each = benches.add_parser(name, help=text, description=f"Measures {text}.")
         _takes_json(each)
         each.set_defaults(command=command)
+    _add_bench_checkpoint(benches)
+    _add_bench_faults(benches)
     return parser
+
+
+def _add_bench_checkpoint(benches: Any) -> None:
+    checkpoint = benches.add_parser(
+        "checkpoint",
+        help="what saving every five steps costs a step",
+        description="Trains what a config describes for a while, with a checkpoint every five "
+        "steps and without, in turns, and compares the times of their steps.",
+    )
+    _takes_config(checkpoint)
+    _takes_json(checkpoint)
+    checkpoint.set_defaults(command=_bench_checkpoint)
+
+
+def _add_bench_faults(benches: Any) -> None:
+    faults = benches.add_parser(
+        "faults",
+        help="kill processes of a run at random, and compare its end with an undisturbed run",
+        description="Trains what a config describes twice in several processes on this machine: "
+        "undisturbed, and while a random one is killed again and again, also while it starts and "
+        "while it saves. Exits with 1 unless both end bitwise the same, with no step lost beyond "
+        "the last checkpoint. By default 60 steps, a checkpoint every 2.",
+        epilog="example:\n  rrfp bench faults configs/lm_tiny.yaml --kills 20",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _takes_config(faults)
+    faults.add_argument("--kills", type=_count, default=20, help="default: 20")
+    faults.add_argument("--processes", type=_count, default=4, metavar="N", help="default: 4")
+    faults.add_argument("--seed", type=_index, default=0, help="of the moments (default: 0)")
+    faults.add_argument(
+        "--timeout-s",
+        type=_positive,
+        default=600.0,
+        metavar="S",
+        help="how long a start, a step or the undisturbed run may take (default: 600)",
+    )
+    _takes_json(faults)
+    faults.set_defaults(command=_bench_faults)
 
 
 def _add_checkpoint(commands: Any) -> None:
