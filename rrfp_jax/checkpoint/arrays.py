@@ -253,6 +253,8 @@ def _words(value: jax.Array) -> jax.Array:
 
 
 def _words_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return aval  # tracing would cost more than all else that the training loop waits for
     words: jax.ShapeDtypeStruct = jax.eval_shape(_words, aval)
     return words
 

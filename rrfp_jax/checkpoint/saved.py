@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import platform
@@ -75,10 +76,7 @@ def metadata(
             PARAMETERS: facts_as_json(parameters),
             OPTIMIZER: facts_as_json(optimizer),
         },
-        "versions": {
-            "Python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
-        },
+        "versions": _versions(),
     }
     try:
         return json.dumps({**fields, "extra": dict(extra)}, allow_nan=False, indent=1)
@@ -87,6 +85,12 @@ def metadata(
             f"extra must be what JSON holds (numbers, text, lists, dicts by text), got {error}; "
             "turn arrays into lists."
         ) from error
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"Python": platform.python_version(), **packages}
 
 
 def write(folder: Path, text: str) -> None:

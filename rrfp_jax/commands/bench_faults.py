@@ -31,8 +31,8 @@ from rrfp_jax.commands.verdict import Verdict
 DEFAULTS = ("train.steps=60", "checkpoint.every_steps=2", "run.trace_every=0")
 # Kills fall into this share of the run: one at its very end might come too late.
 _SHARE = 0.9
-# Most that a kill comes after its moment: in a running step, and into a start.
-_IN_STEP_S, _INTO_START_S = 0.5, 8.0
+# Most that a kill comes into a start.
+_INTO_START_S = 8.0
 _KILLED = 137
 
 
@@ -96,7 +96,8 @@ def run(
     console.print(f"  {time.monotonic() - started_s:.1f} s")
     console.print(f"the same with {kills} kills (seed {seed})")
     with Launched([*command, "--restarts", str(kills)], killed, timeout_s=timeout_s) as job:
-        watched = _Watched(job, killed, processes, random.Random(seed), console)
+        step_s = statistics.median(row["step_time_s"] for row in _rows(alone))
+        watched = _Watched(job, killed, processes, random.Random(seed), step_s, console)
         found = watched.kill_all(kills, steps)
         job.wait(timeout_s)
     _print(console, found)
@@ -117,12 +118,14 @@ class _Watched:
         folder: Path,
         processes: int,
         chance: random.Random,
+        step_s: float,
         console: Console,
     ) -> None:
         self._job = job
         self._checkpoints = CheckpointFolder(folder / CHECKPOINTS)
         self._processes = processes
         self._chance = chance
+        self._step_s = step_s
         self._console = console
 
     def kill_all(self, kills: int, steps: int) -> list[Kill]:
@@ -140,7 +143,7 @@ class _Watched:
         is_starting = job.step() >= moment
         if not is_starting:
             job.wait_until(lambda: job.step() >= moment, f"step {moment:.0f}")
-        time.sleep(chance.uniform(0, _INTO_START_S if is_starting else _IN_STEP_S))
+        time.sleep(chance.uniform(0, _INTO_START_S if is_starting else self._step_s))
         process = chance.randrange(self._processes)
         killed_s, step = job.kill(process, self._processes), job.step()
         detected_s, _ = job.wait_for_line(rf"^process {process} ended with exit code {_KILLED}")
@@ -170,7 +173,7 @@ def differences(alone: Path, killed: Path) -> list[str]:
     digests = [(run / "parameters.sha256").read_text() for run in (alone, killed)]
     if digests[0] != digests[1]:
         found.append("the parameters differ")
-    losses = [_losses(run / "metrics.jsonl") for run in (alone, killed)]
+    losses = [[(row["step"], row["loss"]) for row in _rows(run)] for run in (alone, killed)]
     if losses[0] != losses[1]:
         found.append("the recorded losses differ")
     folder = CheckpointFolder(killed / CHECKPOINTS)
@@ -180,9 +183,9 @@ def differences(alone: Path, killed: Path) -> list[str]:
     return found + [f"{name} is left" for name in left]
 
 
-def _losses(path: Path) -> list[tuple[int, float]]:
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [(row["step"], row["loss"]) for row in rows]
+def _rows(run: Path) -> list[dict[str, Any]]:
+    """What a run has recorded of its steps."""
+    return [*map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())]
 
 
 def _verdict(kills: Sequence[Kill], wrong: Sequence[str]) -> Verdict:

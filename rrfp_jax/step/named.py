@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -95,7 +96,7 @@ class StateNames:
           optimizer: Reads arrays of the optimizer's state.
         """
         spec = self._specs[stage]
-        structure = jax.tree.structure(spec.optimizer_state(self._plans[stage])[0])
+        structure = jax.tree.structure(self._optimizer_states[stage][0])
         (key,) = put([rng], [spec.replicated])
         return StageState(
             params=tuple(parameters(list(self._parameters_of(stage, None)))),
@@ -104,6 +105,13 @@ class StateNames:
             ),
             rng=key,
         )
+
+    @cached_property
+    def _optimizer_states(self) -> list[tuple[Any, Any]]:
+        """For each stage shapes and shardings, which take a trace to find out."""
+        return [
+            spec.optimizer_state(plan) for spec, plan in zip(self._specs, self._plans, strict=True)
+        ]
 
     def _parameters_of(self, stage: int, held: StageState | None) -> Iterator[NamedArray]:
         plan, spec = self._plans[stage], self._specs[stage]
@@ -117,7 +125,7 @@ class StateNames:
             )
 
     def _optimizer_of(self, stage: int, held: StageState | None) -> Iterator[NamedArray]:
-        shapes, shardings = self._specs[stage].optimizer_state(self._plans[stage])
+        shapes, shardings = self._optimizer_states[stage]
         values: Sequence[Any] = jax.tree.leaves(shapes if held is None else held.opt_state)
         for path, aval, sharding, value in zip(
             leaf_paths(shapes),
