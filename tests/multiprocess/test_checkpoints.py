@@ -77,7 +77,9 @@ def test_five_steps_and_five_more_in_four_processes_are_ten_in_one(straight, tmp
 def test_one_process_that_is_told_to_stop_stops_all_after_the_same_saved_step(
     straight, tmp_path, sent, code
 ):
-    with job(4, [*TRAIN, f"run.dir={tmp_path}", "train.steps=1000000"]) as processes:
+    # With a checkpoint after every step one is being written whenever the signal comes.
+    command = [*TRAIN, f"run.dir={tmp_path}", "checkpoint.every_steps=1", "checkpoint.keep_last=1"]
+    with job(4, [*command, "train.steps=1000000"]) as processes:
         processes[0].wait_for("step 1 of", LIMIT_S)
         processes[2].send(sent)
         assert wait_all(processes, LIMIT_S) == [code] * 4, processes[0].output
@@ -143,16 +145,8 @@ def test_the_launcher_starts_a_job_again_that_has_lost_a_process(straight, tmp_p
     assert digest(tmp_path / "run") == digest(straight)
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs mount namespaces")
-def test_a_full_disk_is_told_and_the_last_whole_checkpoint_stays(tmp_path):
-    """The checkpoints lie on a file system with room for some, in a namespace of its own."""
-    full = tmp_path / "run" / "checkpoints"
-    full.mkdir(parents=True)
-    script = (
-        f'mount -t tmpfs -o size=700k tmpfs {full} || exit 99; "$@"; code=$?; ls {full}; exit $code'
-    )
-    command = [sys.executable, *TRAIN, f"run.dir={tmp_path / 'run'}", "train.steps=40"]
-    command += ["checkpoint.every_steps=2", "checkpoint.keep_last=30"]
+def in_mount_namespace(script, command):
+    """Runs a shell script as root of a namespace, with a command as its arguments."""
     result = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *command],
         env=environment(4),
@@ -163,8 +157,33 @@ def test_a_full_disk_is_told_and_the_last_whole_checkpoint_stays(tmp_path):
     )
     if result.returncode == 99 or "unshare" in result.stderr:
         pytest.skip(f"no mount namespace here: {result.stderr}")
+    return result
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs mount namespaces")
+def test_a_full_disk_is_told_and_the_last_whole_checkpoint_stays(tmp_path):
+    """The checkpoints lie on a file system with room for some, in a namespace of its own."""
+    full = tmp_path / "run" / "checkpoints"
+    full.mkdir(parents=True)
+    script = (
+        f'mount -t tmpfs -o size=700k tmpfs {full} || exit 99; "$@"; code=$?; ls {full}; exit $code'
+    )
+    command = [sys.executable, *TRAIN, f"run.dir={tmp_path / 'run'}", "train.steps=40"]
+    command += ["checkpoint.every_steps=2", "checkpoint.keep_last=30"]
+    result = in_mount_namespace(script, command)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "could not be saved: process 0" in result.stderr
     left = [name for name in result.stdout.splitlines() if name.isdecimal()]
     assert left
     assert f"the newest one is of step {max(map(int, left))}" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs mount namespaces")
+def test_a_read_only_folder_is_refused_before_anything_is_compiled(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    script = f'mount -t tmpfs -o ro tmpfs {run / "checkpoints"} || exit 99; "$@"'
+    result = in_mount_namespace(script, [sys.executable, *TRAIN, f"run.dir={run}"])
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "cannot be written: Read-only file system; give another folder" in result.stderr
+    assert "compiling" not in result.stdout

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from rrfp_jax.commands import train
 from rrfp_jax.config.file import ConfigError, load_config
 from rrfp_jax.training.metrics import go_on_after
 
+CONFIG = Path(__file__).parent.parent.parent / "configs" / "lm_tiny.yaml"
 SMALL = [
     "model.d_model=16",
     "model.num_heads=2",
@@ -30,24 +32,29 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def run(root):
+@pytest.fixture(scope="module")
+def run():
     def run(folder, *overrides):
         given = [*SMALL, *overrides, f"run.dir={folder}"]
         console = Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
         with console.file:
-            code = train.run(
-                load_config(root / "configs" / "lm_tiny.yaml", given), console, name="x"
-            )
+            code = train.run(load_config(CONFIG, given), console, name="x")
         return code, console.export_text()
 
     return run
 
 
-@pytest.fixture
-def straight(run, tmp_path):
-    folder = tmp_path / "straight"
+@pytest.fixture(scope="module")
+def straight(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
     assert run(folder)[0] == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_step(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    run(folder, "train.steps=1", "optimizer.warmup_steps=0")
     return folder
 
 
@@ -123,16 +130,13 @@ def test_a_run_that_is_done_says_so_and_does_nothing(run, straight):
         ("optimizer.learning_rate=0.5", r"optimizer.learning_rate was [\d.e-]+, is 0.5"),
     ],
 )
-def test_a_run_with_other_numbers_is_refused_with_the_difference(run, tmp_path, override, words):
-    folder = tmp_path / "run"
-    if not folder.exists():
-        run(folder, "train.steps=1", "optimizer.warmup_steps=0")
-    config = (folder / "config.yaml").read_text()
+def test_a_run_with_other_numbers_is_refused_with_the_difference(run, one_step, override, words):
+    config = (one_step / "config.yaml").read_text()
     with pytest.raises(ConfigError) as caught:
-        run(folder, "optimizer.warmup_steps=0", override)
+        run(one_step, "optimizer.warmup_steps=0", override)
     assert re.search(words, str(caught.value))
     assert "checkpoint.accept_changes=true" in str(caught.value)
-    assert (folder / "config.yaml").read_text() == config
+    assert (one_step / "config.yaml").read_text() == config
 
 
 def test_a_change_that_is_accepted_is_said_and_the_data_begins_anew(run, tmp_path):
