@@ -3,7 +3,9 @@
 Blocks of five steps on the same microbatches, in turns: one block saves after its first
 step, so that the checkpoint is copied, written and completed beside the four that follow;
 the next does not save. A block that saves waits for its checkpoint at its end, which is
-not counted, so that nothing of it is left for the block without.
+not counted, so that nothing of it is left for the block without. Microbatches differ in
+length, and so do steps: each step is compared with the one of the next block that runs the
+same.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class SavingFigures:
     Attributes:
       with_ms: Median time of a step in the blocks that save.
       without_ms: In those that do not.
-      ratio: Of the two.
+      ratio: Median of a step with over the same step without.
       saving_step_ms: Median time of the steps after which the state is copied.
       mean_ratio: Of the whole time of the blocks, the copies included.
       size_bytes: Of a checkpoint.
@@ -102,7 +104,7 @@ def measure_saving(config: RunConfig, console: Console, rounds: int = ROUNDS) ->
     return SavingFigures(
         with_ms=1e3 * statistics.median(with_s),
         without_ms=1e3 * statistics.median(without_s),
-        ratio=statistics.median(with_s) / statistics.median(without_s),
+        ratio=statistics.median(a / b for a, b in zip(with_s, without_s, strict=True)),
         saving_step_ms=1e3 * statistics.median(block[0] for block in saving),
         mean_ratio=sum(with_s) / sum(without_s),
         size_bytes=size,
