@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import os
@@ -17,58 +16,55 @@ from torch.distributed import pipelining
 
 from benchmarks.emulated_module import Clock, EmulatedStage
 from benchmarks.peer_schedules import PEER_SCHEDULES, PeerSchedule, StageDurations
-from benchmarks.torch_pool import Order, Ran
-
-# Of an activation, in float32: what crosses is as small as in an emulated pipeline of ours.
-WIDTH = 256
+from benchmarks.process_pool import Ran
+from benchmarks.torch_pool import TorchOrder
 
 
 def serve(
-    process_index: int, num_processes: int, store_path: str, timeout_s: float, orders: Any
+    process_index: int,
+    num_processes: int,
+    width: int,
+    store_path: str,
+    timeout_s: float,
+    orders: Any,
 ) -> None:
-    """Runs in each process until it is told to end.
+    """Runs in each process of a `ProcessPool`.
 
     Args:
       process_index: Which one this is.
       num_processes: How many there are.
+      width: Of an activation, which is one row in float32.
       store_path: A file where the processes find each other.
       timeout_s: How long any of them waits for another.
-      orders: A connection: None says that it is ready; then an `Order` comes, and `Ran` or
-        the words of an error go back. It serves until the other end is closed.
+      orders: Where a `TorchOrder` comes and `Ran` goes.
     """
-    try:
-        # Without this gloo listens on the address of the machine's name.
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
-        # torch logs every action of a schedule that failed; the error says which it was.
-        logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{store_path}",
-            rank=process_index,
-            world_size=num_processes,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        process = _Process(process_index, num_processes)
-        orders.send(None)
-        while True:
-            orders.send(process.run(orders.recv()))
-    except (EOFError, BrokenPipeError):
-        pass  # the end: nobody gives orders any more
-    except Exception as error:  # told to the one who gives the orders, if still there
-        with contextlib.suppress(BrokenPipeError):
-            orders.send(f"{type(error).__name__}: {error}")
+    # Without this gloo listens on the address of the machine's name.
+    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    # torch logs every action of a schedule that failed; the error says which it was.
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store_path}",
+        rank=process_index,
+        world_size=num_processes,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    process = _Process(process_index, num_processes, width)
+    orders.send(None)
+    while True:
+        orders.send(process.run(orders.recv()))
 
 
 class _Process:
     """The schedules that this process has built, by name and number of microbatches."""
 
-    def __init__(self, index: int, count: int) -> None:
-        self._index, self._count = index, count
+    def __init__(self, index: int, count: int, width: int) -> None:
+        self._index, self._count, self._width = index, count, width
         self._clock = Clock()
         self._built: dict[tuple[str, int], _Built] = {}
 
-    def run(self, order: Order) -> Ran:
+    def run(self, order: TorchOrder) -> Ran:
         key = (order.schedule, order.num_microbatches)
         if key not in self._built:
             self._built[key] = _Built(
@@ -76,6 +72,7 @@ class _Process:
                 order.num_microbatches,
                 self._index,
                 self._count,
+                self._width,
                 self._clock,
             )
         return self._built[key].run(order.durations)
@@ -85,19 +82,25 @@ class _Built:
     """A schedule and its stages, here."""
 
     def __init__(
-        self, peer: PeerSchedule, num_microbatches: int, index: int, count: int, clock: Clock
+        self,
+        peer: PeerSchedule,
+        num_microbatches: int,
+        index: int,
+        count: int,
+        width: int,
+        clock: Clock,
     ) -> None:
         num_stages = peer.stages_per_process * count
         numbers = peer.stages_of(index, count)
-        self._modules = [EmulatedStage(WIDTH, clock) for _ in numbers]
+        self._modules = [EmulatedStage(width, clock) for _ in numbers]
         stages = [
-            _stage(module, number, num_stages)
+            _stage(module, number, num_stages, width)
             for module, number in zip(self._modules, numbers, strict=True)
         ]
         self._num_microbatches = num_microbatches
         # Each element of a microbatch is its number; the loss is 0 if it comes through.
         numbered = torch.arange(num_microbatches, dtype=torch.float32)
-        batch = numbered[:, None].expand(num_microbatches, WIDTH).clone()
+        batch = numbered[:, None].expand(num_microbatches, width).clone()
         self._arguments = (batch,) if 0 in numbers else ()
         self._losses: list[Any] = []
         self._targets = (
@@ -136,15 +139,15 @@ class _Built:
             )
 
 
-def _stage(module: EmulatedStage, number: int, num_stages: int) -> Any:
+def _stage(module: EmulatedStage, number: int, num_stages: int, width: int) -> Any:
     """Shapes are given, so that nothing is run to find them out."""
     return pipelining.PipelineStage(
         module,
         number,
         num_stages,
         torch.device("cpu"),
-        input_args=torch.zeros(1, WIDTH, requires_grad=number > 0),
-        output_args=torch.zeros(1, WIDTH, requires_grad=True),
+        input_args=torch.zeros(1, width, requires_grad=number > 0),
+        output_args=torch.zeros(1, width, requires_grad=True),
     )
 
 
