@@ -82,7 +82,7 @@ class ProcessPool:
         try:
             self._collect("to be ready", start_timeout_s)
         except BaseException:
-            self.close()
+            self._end(0.0)
             raise
 
     def run(self, orders: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
@@ -103,17 +103,6 @@ class ProcessPool:
                 each.send(order)
         return self._collect(what, timeout_s)
 
-    def close(self) -> None:
-        """Ends the processes."""
-        for each in self._connections:
-            each.close()
-        deadline_s = time.monotonic() + _END_TIMEOUT_S
-        for child in self._children:
-            child.join(max(0.0, deadline_s - time.monotonic()))
-            if child.is_alive():
-                child.kill()
-                child.join()
-
     def __enter__(self) -> Self:
         return self
 
@@ -123,7 +112,19 @@ class ProcessPool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        # After a failure they may wait for each other.
+        self._end(_END_TIMEOUT_S if error is None else 0.0)
+
+    def _end(self, timeout_s: float) -> None:
+        """Ends the processes: by themselves, or by force when time is up."""
+        for each in self._connections:
+            each.close()
+        deadline_s = time.monotonic() + timeout_s
+        for child in self._children:
+            child.join(max(0.0, deadline_s - time.monotonic()))
+            if child.is_alive():
+                child.kill()
+                child.join()
 
     def _collect(self, what: str, timeout_s: float) -> list[Any]:
         """One answer of each process.

@@ -100,4 +100,4 @@ class RuntimePool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.close()
+        self._pool.__exit__(kind, error, traceback)

@@ -98,5 +98,5 @@ class TorchPool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.close()
+        self._pool.__exit__(kind, error, traceback)
         self._folder.cleanup()
