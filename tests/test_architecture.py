@@ -36,7 +36,6 @@ ROOMS = [
 IMPURE = {"jax", "jaxlib", "threading", "time", "socket", "logging", "queue", "asyncio", "random"}
 # At the edge of the dispatcher: they own threads, clocks and devices.
 EDGE = {
-    "delays",
     "driver",
     "execution",
     "inprocess",
