@@ -3,9 +3,13 @@
 Each stage has two threads. Its *dispatcher* blocks on one queue, feeds every event to
 the core and carries out the instructions: it launches kernels (asynchronously), hands
 bundles to the transport, and owns all arrays of the stage. Its *waiter* blocks on the
-results of the kernels in launch order and posts their completions. Arrivals are posted
-by the transport's thread. Nothing polls: a dispatcher wakes for an event, or for the
-tick that lets the core notice a stall.
+results of the kernels in launch order and posts their ends. Arrivals are posted by the
+transport's thread. Nothing polls: a dispatcher wakes for an event, or for the tick that
+lets the core notice a stall.
+
+Variability is injected here and in the transports: no kernel is slowed down, but the core is
+told of its end, and of an arrival, as late as a `VariabilityModel` says, and the stage counts
+as busy until then.
 
 All threads live for one step. A step that fails leaves nothing behind: the first
 failure stops every thread, and the error carries the report of every stage.
@@ -20,6 +24,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -27,7 +32,6 @@ from typing import TypeAlias
 import jax
 
 from rrfp_jax.dispatch.core import StageCore
-from rrfp_jax.dispatch.delays import Delays
 from rrfp_jax.dispatch.events import (
     Event,
     Heard,
@@ -43,6 +47,7 @@ from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.notes import Note
 from rrfp_jax.dispatch.transport import Mailbox, Transport
 from rrfp_jax.task import Payload, Task
+from rrfp_jax.variability.model import VariabilityModel
 
 # How often an idle dispatcher lets its core look at the clock.
 _TICK_S = 0.5
@@ -67,8 +72,18 @@ class _Stop:
     """Posted to a thread to end it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """Posted when a kernel has ended, with the time at which the stage is to know."""
+
+    task: Task
+    due_ns: int
+
+
 _STOP = _Stop()
-_Item: TypeAlias = "Event | Bundle | BaseException | _Stop"
+_Item: TypeAlias = "Event | Bundle | BaseException | _Ended | _Stop"
+# A task, when it was launched, and an array that is ready when its kernel has ended.
+_Launched: TypeAlias = "tuple[Task, int, jax.Array]"
 # Who is done or has failed, in words, and the error if it has.
 _Outcome: TypeAlias = "tuple[str, BaseException | None]"
 
@@ -76,7 +91,7 @@ _Outcome: TypeAlias = "tuple[str, BaseException | None]"
 def run_step(
     jobs: Sequence[StageJob],
     transport: Transport,
-    delays: Delays,
+    variability: VariabilityModel,
     *,
     step: int,
     stall_timeout_s: float,
@@ -86,8 +101,8 @@ def run_step(
     Args:
       jobs: Replica by replica, first stage to last.
       transport: Closed; opened for this step.
-      delays: What variability to inject.
-      step: For messages and delays.
+      variability: How late completions and arrivals are to be reported.
+      step: For messages and `variability`.
       stall_timeout_s: How long a launch may take.
 
     Raises:
@@ -95,7 +110,7 @@ def run_step(
         are not to be used again.
     """
     outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-    threads = [_StageThreads(job, transport, delays, step, outcomes) for job in jobs]
+    threads = [_StageThreads(job, transport, variability, step, outcomes) for job in jobs]
     by_place = {stage.place: stage for stage in threads}
 
     def deliver(bundle: Bundle) -> None:
@@ -112,7 +127,8 @@ def run_step(
     def abort(error: BaseException) -> None:
         outcomes.put(("another process", error))
 
-    transport.open(step, Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort))
+    mailbox = Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort)
+    transport.open(step, mailbox, variability)
     try:
         for stage in threads:
             stage.start()
@@ -162,7 +178,7 @@ class _StageThreads:
         self,
         job: StageJob,
         transport: Transport,
-        delays: Delays,
+        variability: VariabilityModel,
         step: int,
         outcomes: queue.SimpleQueue[_Outcome],
     ) -> None:
@@ -170,14 +186,15 @@ class _StageThreads:
         self._execution = job.execution
         self._replica, self._stage = job.replica, job.core.shape.stage
         self._transport = transport
-        self._delays = delays
+        self._variability = variability
         self._step = step
         self._outcomes = outcomes
         self._events: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         # Before anything that another stage or process may have to say.
         self._events.put(StepStarted())
-        self._launched: queue.SimpleQueue[tuple[Task, jax.Array] | _Stop] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Launched | _Stop] = queue.SimpleQueue()
         self._launching: tuple[Task, int] | None = None
+        self._late: deque[_Ended] = deque()
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(
@@ -233,10 +250,7 @@ class _StageThreads:
     def _dispatch(self) -> None:
         try:
             while True:
-                try:
-                    item = self._events.get(timeout=_TICK_S)
-                except queue.Empty:
-                    item = Tick()
+                item = self._next()
                 if isinstance(item, _Stop):
                     return
                 if isinstance(item, BaseException):
@@ -246,6 +260,24 @@ class _StageThreads:
                     return
         except BaseException as error:  # every failure ends the step, SystemExit of a hint too
             self._outcomes.put((self.name, error))
+
+    def _next(self) -> Event | Bundle | BaseException | _Stop:
+        """What is next: a kernel whose end is due, what was posted, or a tick."""
+        wait_s = _TICK_S
+        while True:
+            if self._late:
+                wait_s = (self._late[0].due_ns - time.monotonic_ns()) / 1e9
+                if wait_s <= 0:
+                    return KernelFinished(task=self._late.popleft().task)
+            try:
+                item = self._events.get(timeout=min(wait_s, _TICK_S))
+            except queue.Empty:
+                if not self._late:
+                    return Tick()
+                continue
+            if not isinstance(item, _Ended):
+                return item
+            self._late.append(item)
 
     def _handle(self, item: Event | Bundle) -> bool:
         """Feeds one event to the core and obeys. Returns whether the stage is done."""
@@ -274,8 +306,9 @@ class _StageThreads:
         return done
 
     def _launch(self, task: Task) -> None:
-        self._launching = task, time.monotonic_ns()
-        self._launched.put((task, self._execution.launch(task)))
+        now_ns = time.monotonic_ns()
+        self._launching = task, now_ns
+        self._launched.put((task, now_ns, self._execution.launch(task)))
         self._launching = None
 
     def _bundle(self, payload: Payload, microbatch: int) -> Bundle:
@@ -297,16 +330,18 @@ class _StageThreads:
             self.post(error)
 
     def _report_completions(self) -> None:
-        # The stage is emulated as one device: a late completion makes all later ones late.
-        free_ns = 0
+        """Posts the end of every kernel, and when it is due to be known."""
+        # The stage is one device, which runs one task after another: what makes one end late
+        # makes all later ones late, though their kernels may have ended long since.
+        ended_ns = due_ns = 0
         while not isinstance(launched := self._launched.get(), _Stop):
-            task, result = launched
+            task, launched_ns, result = launched
             try:
                 result.block_until_ready()
             except Exception as error:
                 raise RuntimeError(f"{task} failed: {type(error).__name__}: {error}") from error
-            if delay_ns := self._delays.compute_ns(self._step, task):
-                free_ns = max(free_ns, time.monotonic_ns()) + delay_ns
-                if self._stopped.wait(max(0, free_ns - time.monotonic_ns()) / 1e9):
-                    return
-            self.post(KernelFinished(task=task))
+            started_ns, ended_ns = max(launched_ns, ended_ns), time.monotonic_ns()
+            due_ns = max(launched_ns, due_ns) + self._variability.compute_ns(
+                self._step, task, own_ns=ended_ns - started_ns, replica=self._replica
+            )
+            self.post(_Ended(task=task, due_ns=due_ns))
