@@ -342,6 +342,29 @@ class AllGather(Agreement):
         return self._insisted if arbiter.may_run(self._insisted) else None
 
 
+AGREEMENTS = ("leader", "allgather")
+
+
+def make_agreement(kind: str, *, member: int, num_members: int) -> Agreement:
+    """The part of one member.
+
+    Args:
+      kind: One of `AGREEMENTS`.
+      member: From 0; this one leads, if one does.
+      num_members: Of the group.
+
+    Raises:
+      ValueError: There is no such kind.
+    """
+    if kind not in AGREEMENTS:
+        raise ValueError(f"agreement must be one of {', '.join(AGREEMENTS)}, got {kind!r}.")
+    if kind == "allgather":
+        return AllGather(member=member, num_members=num_members)
+    if member:
+        return Follower(member=member, num_members=num_members)
+    return Leader(num_members=num_members)
+
+
 def _most_proposed(proposals: dict[int, Task]) -> Task:
     """Of the tasks that the most members have proposed, that of the lowest member."""
     counts = Counter(proposals.values())
