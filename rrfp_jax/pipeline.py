@@ -343,6 +343,7 @@ class Pipeline:
             busy_fraction=result.busy_ns / (len(self._topology.groups) * elapsed_ns),
             num_microbatches=len(microbatches),
             times=result.times,
+            microbatch_bytes=result.microbatch_bytes,
             peak_held_bytes=result.peak_held_bytes,
             peak_live_bytes=result.peak_live_bytes,
         )

@@ -70,6 +70,7 @@ class TraceFiles(Observer):
                 "launched_ns": times.launched_ns - self._origin_ns,
                 "started_ns": times.started_ns - self._origin_ns,
                 "finished_ns": times.finished_ns - self._origin_ns,
+                "held_bytes": metrics.microbatch_bytes[task.stage][task.microbatch],
             }
             self._files[replica, task.stage].write(json.dumps(row) + "\n")
             if self._member(self._topology.group(replica, task.stage)) == 0:

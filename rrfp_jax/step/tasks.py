@@ -41,6 +41,7 @@ class TaskResults:
       accumulators: Of this process. Each replica has its own sums.
       times: Of this process, by task; tasks have the number of their microbatch in the step.
       busy_ns: In which stage groups ran a kernel, all of them together.
+      microbatch_bytes: For each stage, what each microbatch was charged to its budget.
       peak_held_bytes: For each stage, the most that was charged to its budget in a replica.
       peak_live_bytes: For each stage, the most that was really held, where it was measured.
     """
@@ -50,6 +51,7 @@ class TaskResults:
     accumulators: Accumulators
     times: Mapping[Task, TaskTimes]
     busy_ns: int
+    microbatch_bytes: tuple[tuple[int, ...], ...]
     peak_held_bytes: tuple[int, ...]
     peak_live_bytes: tuple[int, ...]
 
@@ -159,7 +161,7 @@ class TaskRunner:
         except StepFailedError as error:
             whole = self._meeting.give_up(error)
             raise whole from whole.__cause__
-        return self._results(runs, accumulators)
+        return self._results(runs, accumulators, buckets)
 
     def _cores(
         self, groups: Sequence[StageGroup], buckets: Sequence[int], *, training: bool
@@ -168,10 +170,12 @@ class TaskRunner:
             return {}
         agreements = {group.stage: self._agreement(group) for group in groups}
         if training:
-            held = [[plan.held_bytes(bucket) for bucket in buckets] for plan in self._plans]
-            return self._schedule.cores(held, agreements)
+            return self._schedule.cores(self._held_bytes(buckets), agreements)
         shapes = [plan.evaluation_shape for plan in self._plans]
         return self._schedule.evaluation_cores(shapes, len(buckets), agreements)
+
+    def _held_bytes(self, buckets: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(map(plan.held_bytes, buckets)) for plan in self._plans)
 
     def _agreement(self, group: StageGroup) -> Agreement:
         kernels = self._programs.groups[group.replica, group.stage]
@@ -212,7 +216,9 @@ class TaskRunner:
             measure_memory=self._measure_memory,
         )
 
-    def _results(self, runs: Sequence[_GroupRun], accumulators: Accumulators) -> TaskResults:
+    def _results(
+        self, runs: Sequence[_GroupRun], accumulators: Accumulators, buckets: Sequence[int]
+    ) -> TaskResults:
         """Adds up what the groups of all processes have left."""
         leaders = [run for run in runs if self._leads(run.group)]
         told = self._meeting.gather(
@@ -243,6 +249,7 @@ class TaskRunner:
                 for task, times in run.job.core.times.items()
             },
             busy_ns=sum(each["busy_ns"] for each in told),
+            microbatch_bytes=self._held_bytes(buckets),
             peak_held_bytes=self._peaks(told, "held"),
             peak_live_bytes=self._peaks(told, "live"),
         )

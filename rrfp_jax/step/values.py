@@ -45,6 +45,8 @@ class StepMetrics:
         of them.
       times: When each task of this process was ready, launched, started and finished. Tasks
         have the number of their microbatch in the whole step.
+      microbatch_bytes: For each stage, what each microbatch of the step was charged to its
+        budget.
       peak_held_bytes: For each stage, the most that was charged to its budget in a replica.
       peak_live_bytes: For each stage, the most that admitted microbatches really held;
         0 unless the pipeline was built with ``measure_memory=True``.
@@ -59,6 +61,7 @@ class StepMetrics:
     busy_fraction: float
     num_microbatches: int
     times: Mapping[Task, TaskTimes]
+    microbatch_bytes: tuple[tuple[int, ...], ...]
     peak_held_bytes: tuple[int, ...]
     peak_live_bytes: tuple[int, ...]
 

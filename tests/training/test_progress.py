@@ -22,6 +22,7 @@ def record(step, *, held_out_loss=None, skipped=None):
             busy_fraction=0.57,
             num_microbatches=1,
             times={},
+            microbatch_bytes=(),
             peak_held_bytes=(),
             peak_live_bytes=(),
         ),

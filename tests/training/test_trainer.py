@@ -31,6 +31,7 @@ class Scripted:
             busy_fraction=0.5,
             num_microbatches=1,
             times={},
+            microbatch_bytes=(),
             peak_held_bytes=(),
             peak_live_bytes=(),
         )
