@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.hints import Hint
@@ -17,6 +18,8 @@ from rrfp_jax.sim.group import TensorGroup
 from rrfp_jax.sim.link import Link
 from rrfp_jax.sim.orders import fixed_orders, stage_budgets
 from rrfp_jax.task import Kind, StageShape, Task
+
+_Orders: TypeAlias = Sequence[Sequence[Task]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +96,6 @@ class Setting:
     link: Link = Link()
     group: TensorGroup = TensorGroup()
 
-    def policy(
-        self, shapes: Sequence[StageShape], num_microbatches: int
-    ) -> Hint | Sequence[Sequence[Task]]:
-        """The hint, or the order of each stage."""
-        if self.mode == "readiness":
-            return self.hint
-        return fixed_orders(self.hint, shapes, num_microbatches, deterministic=self.deterministic)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -110,27 +105,40 @@ class Outcome:
       step_ns: When the last replica was done.
       busy_share: Share of the stages' time in which they ran kernels.
       peak_bytes: The most that a stage of a replica held.
-      replicas: Each by itself.
+      num_tasks: Of all replicas.
     """
 
     step_ns: int
     busy_share: float
     peak_bytes: int
-    replicas: tuple[Simulation, ...]
+    num_tasks: int
 
 
-def run(works: Sequence[Work], setting: Setting) -> Outcome:
-    """Simulates a step.
+def run_all(samples: Sequence[Sequence[Work]], setting: Setting) -> list[Outcome]:
+    """Simulates several steps.
 
     Args:
-      works: Of each replica.
+      samples: For each step its work on each replica.
       setting: How all of them run.
 
     Raises:
       SimulationError: The stages of a replica came to a halt.
       HintError: The hint raised, or gave no rank or no order.
     """
-    replicas = tuple(_run_one(work, setting) for work in works)
+    orders: dict[tuple[tuple[StageShape, ...], int], _Orders] = {}
+
+    def policy(work: Work) -> Hint | _Orders:
+        if setting.mode == "readiness":
+            return setting.hint
+        key = work.shapes, work.num_microbatches
+        if key not in orders:
+            orders[key] = fixed_orders(setting.hint, *key, deterministic=setting.deterministic)
+        return orders[key]
+
+    return [_outcome([_run(work, setting, policy(work)) for work in works]) for works in samples]
+
+
+def _outcome(replicas: Sequence[Simulation]) -> Outcome:
     step_ns = max(each.makespan_ns for each in replicas)
     busy_ns = sum(sum(each.busy_ns) for each in replicas)
     num_groups = sum(len(each.busy_ns) for each in replicas)
@@ -138,11 +146,11 @@ def run(works: Sequence[Work], setting: Setting) -> Outcome:
         step_ns=step_ns,
         busy_share=busy_ns / (num_groups * step_ns) if step_ns else 0.0,
         peak_bytes=max(max(each.peak_held_bytes) for each in replicas),
-        replicas=replicas,
+        num_tasks=sum(len(each.times) for each in replicas),
     )
 
 
-def _run_one(work: Work, setting: Setting) -> Simulation:
+def _run(work: Work, setting: Setting, policy: Hint | _Orders) -> Simulation:
     budgets = None
     if setting.budget is not None:
         budgets = stage_budgets(
@@ -150,7 +158,7 @@ def _run_one(work: Work, setting: Setting) -> Simulation:
         )
     return simulate(
         shapes=work.shapes,
-        policy=setting.policy(work.shapes, work.num_microbatches),
+        policy=policy,
         microbatch_bytes=work.microbatch_bytes,
         durations=work.durations,
         transfers=work.transfers,
