@@ -335,6 +335,13 @@ def _bench_dispatch(arguments: argparse.Namespace) -> int:
     return bench_dispatch.run(console).conclude(console, as_json=arguments.json)
 
 
+def _bench_simulator(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import bench_simulator
+
+    console = _console(quiet=arguments.json)
+    return bench_simulator.run(console).conclude(console, as_json=arguments.json)
+
+
 def _plan(arguments: argparse.Namespace) -> LaunchPlan:
     """Which process of which job this is."""
     try:
@@ -507,6 +514,7 @@ def _parser() -> argparse.ArgumentParser:
         ("kernels", _bench_kernels, "F + B + W against one backward; bytes that stages hold"),
         ("dispatch", _bench_dispatch, "what choosing and launching costs on the host"),
         ("agreement", _bench_agreement, "what agreeing costs the processes that share a stage"),
+        ("simulator", _bench_simulator, "how fast steps are simulated, up to 1,024 stage groups"),
         ("transport", _bench_transport, "latency and bandwidth of messages between processes"),
     ):
         each = benches.add_parser(name, help=text, description=f"Measures {text}.")

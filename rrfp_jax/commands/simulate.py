@@ -148,8 +148,8 @@ def _describe(options: Options, samples: Sequence[Sequence[Work]]) -> str:
 
 
 def _print(console: Console, what: str, rows: Sequence[Row]) -> None:
-    table = Table(title=what, box=box.SIMPLE_HEAD)
-    table.add_column("")
+    table = Table(title=what, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("", no_wrap=True)
     for column in ("step ms", "x 1f1b", "x unsplit", "busy", "held MiB", "/ bound"):
         table.add_column(column, justify="right")
     for row in rows:
@@ -179,8 +179,8 @@ def _best(rows: Sequence[Row], at_least: float | None) -> Verdict:
         passed=at_least is None or best.over_unsplit_1f1b >= at_least,
         text=(
             f"{best.name} is {best.over_unsplit_1f1b:.3f} times as fast as fixed 1f1b as "
-            f"published{limit}, {best.over_fixed_1f1b:.3f} times as fast as 1f1b of the same kernels, "
-            f"and takes {best.over_bound:.3f} times the lower bound"
+            f"published{limit} and {best.over_fixed_1f1b:.3f} times as 1f1b of the same kernels; it "
+            f"takes {best.over_bound:.3f} times the lower bound"
         ),
         figures={"best": asdict(best)},
     )

@@ -57,7 +57,7 @@ def shortest_ns(
     """
     by_stage: list[list[Job]] = [[] for _ in shapes]
     for microbatch in range(num_microbatches):
-        for task, job in _jobs(shapes, microbatch, durations, transfers).items():
+        for task, job in chains(shapes, microbatch, durations, transfers).items():
             by_stage[task.stage].append(job)
     return max(map(one_device_ns, by_stage))
 
@@ -84,7 +84,7 @@ def one_device_ns(jobs: Iterable[Job]) -> int:
     return end_ns
 
 
-def _jobs(
+def chains(
     shapes: Sequence[StageShape], microbatch: int, durations: Durations, transfers: Transfers
 ) -> dict[Task, Job]:
     """The tasks of one microbatch, with the longest chains before and after each."""

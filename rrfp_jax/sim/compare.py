@@ -87,7 +87,7 @@ def compare(
         return Row(
             hint=setting.hint.name,
             mode=setting.mode,
-            budget=None if setting.budget is None else str(setting.budget),
+            budget=_in_words(setting.budget),
             split=split,
             step_s=statistics.median(each.step_ns for each in outcomes) / 1e9,
             over_fixed_1f1b=over(fixed),
@@ -121,3 +121,9 @@ def settings_of(
         for mode in modes
         for budget in (budgets if mode == "readiness" else [None])
     ]
+
+
+def _in_words(budget: ActivationBudget | None) -> str | None:
+    if budget is None or budget.limit_bytes is None:
+        return budget and str(budget)
+    return f"{budget.limit_bytes / 2**20:g}MiB"

@@ -7,7 +7,7 @@ its own durations and its own order, and the step is over when the last one is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from rrfp_jax.budget import ActivationBudget
@@ -93,8 +93,8 @@ class Setting:
     launch_ahead: int = 1
     deterministic: bool = True
     host_ns: int = 0
-    link: Link = Link()
-    group: TensorGroup = TensorGroup()
+    link: Link = field(default_factory=Link)
+    group: TensorGroup = field(default_factory=TensorGroup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
