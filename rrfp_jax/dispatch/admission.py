@@ -76,6 +76,10 @@ class Admission:
         """Whether so much more is within the budget."""
         return self._budget_bytes is None or self._held_bytes + num_bytes <= self._budget_bytes
 
+    def fits(self, microbatch: int) -> bool:
+        """Whether a microbatch may enter now: there is room, or it is the oldest."""
+        return microbatch == self._oldest or self.has_room(self._bytes[microbatch])
+
     def admit(self, microbatch: int) -> None:
         """A microbatch enters."""
         self._held_bytes += self._bytes[microbatch]
