@@ -68,6 +68,11 @@ class Admission:
         """The first microbatch that is not released; their number when all are."""
         return self._oldest
 
+    @property
+    def microbatch_bytes(self) -> Sequence[int]:
+        """What each microbatch holds while it is admitted."""
+        return self._bytes
+
     def bytes_of(self, microbatch: int) -> int:
         """What a microbatch holds while it is admitted."""
         return self._bytes[microbatch]

@@ -169,6 +169,11 @@ class StageCore:
         return self._idle.cause
 
     @property
+    def microbatch_bytes(self) -> Sequence[int]:
+        """For each microbatch, what it holds from its F to its release."""
+        return self._admission.microbatch_bytes
+
+    @property
     def peak_held_bytes(self) -> int:
         """The most that admitted microbatches held."""
         return self._admission.peak_held_bytes
