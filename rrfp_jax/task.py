@@ -148,6 +148,12 @@ class StageShape:
         """The neighbour from which a payload comes."""
         return self.stage - 1 if payload is Payload.ACTIVATION else self.stage + 1
 
+    def input(self, kind: Kind) -> Payload | None:
+        """What a task of this kind needs from a neighbour, if anything."""
+        if kind is Kind.F:
+            return Payload.ACTIVATION if self.needs_activation else None
+        return Payload.GRADIENT if self.needs_gradient and kind is self.kinds[1] else None
+
     def output(self, kind: Kind) -> Payload | None:
         """What a finished task of this kind leaves for a neighbour, if anything."""
         if kind is Kind.F and self.sends_activation:

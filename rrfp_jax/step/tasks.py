@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.dispatch.agreement import Agreement, Alone
-from rrfp_jax.dispatch.core import StageCore, TaskTimes
+from rrfp_jax.dispatch.core import StageCore
 from rrfp_jax.dispatch.delays import Delays
 from rrfp_jax.dispatch.driver import StageJob, StepFailedError, run_step
 from rrfp_jax.dispatch.execution import StageExecution
@@ -23,8 +23,7 @@ from rrfp_jax.stages.compile import GroupKernels, Programs
 from rrfp_jax.stages.inputs import place_fields
 from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.step.meeting import Meeting
-from rrfp_jax.step.values import PipelineState
-from rrfp_jax.task import Task
+from rrfp_jax.step.values import GroupRecord, PipelineState
 from rrfp_jax.topology import StageGroup, Topology
 
 # The gradient accumulators of each stage of this process, over all its replicas.
@@ -39,9 +38,8 @@ class TaskResults:
       loss_sum: Over all microbatches of all replicas.
       weight: The same.
       accumulators: Of this process. Each replica has its own sums.
-      times: Of this process, by task; tasks have the number of their microbatch in the step.
+      groups: What the stage groups of this process did when.
       busy_ns: In which stage groups ran a kernel, all of them together.
-      microbatch_bytes: For each stage, what each microbatch was charged to its budget.
       peak_held_bytes: For each stage, the most that was charged to its budget in a replica.
       peak_live_bytes: For each stage, the most that was really held, where it was measured.
     """
@@ -49,9 +47,8 @@ class TaskResults:
     loss_sum: float
     weight: float
     accumulators: Accumulators
-    times: Mapping[Task, TaskTimes]
+    groups: tuple[GroupRecord, ...]
     busy_ns: int
-    microbatch_bytes: tuple[tuple[int, ...], ...]
     peak_held_bytes: tuple[int, ...]
     peak_live_bytes: tuple[int, ...]
 
@@ -161,7 +158,7 @@ class TaskRunner:
         except StepFailedError as error:
             whole = self._meeting.give_up(error)
             raise whole from whole.__cause__
-        return self._results(runs, accumulators, buckets)
+        return self._results(runs, accumulators)
 
     def _cores(
         self, groups: Sequence[StageGroup], buckets: Sequence[int], *, training: bool
@@ -170,12 +167,10 @@ class TaskRunner:
             return {}
         agreements = {group.stage: self._agreement(group) for group in groups}
         if training:
-            return self._schedule.cores(self._held_bytes(buckets), agreements)
+            held = [[plan.held_bytes(bucket) for bucket in buckets] for plan in self._plans]
+            return self._schedule.cores(held, agreements)
         shapes = [plan.evaluation_shape for plan in self._plans]
         return self._schedule.evaluation_cores(shapes, len(buckets), agreements)
-
-    def _held_bytes(self, buckets: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(map(plan.held_bytes, buckets)) for plan in self._plans)
 
     def _agreement(self, group: StageGroup) -> Agreement:
         kernels = self._programs.groups[group.replica, group.stage]
@@ -216,9 +211,7 @@ class TaskRunner:
             measure_memory=self._measure_memory,
         )
 
-    def _results(
-        self, runs: Sequence[_GroupRun], accumulators: Accumulators, buckets: Sequence[int]
-    ) -> TaskResults:
+    def _results(self, runs: Sequence[_GroupRun], accumulators: Accumulators) -> TaskResults:
         """Adds up what the groups of all processes have left."""
         leaders = [run for run in runs if self._leads(run.group)]
         told = self._meeting.gather(
@@ -243,15 +236,25 @@ class TaskRunner:
             loss_sum=math.fsum(loss for _, loss, _ in losses),
             weight=math.fsum(weight for *_, weight in losses),
             accumulators=self._wide(runs, accumulators),
-            times={
-                Task(task.kind, task.stage, run.numbers[task.microbatch]): times
-                for run in runs
-                for task, times in run.job.core.times.items()
-            },
+            groups=tuple(map(self._record, runs)),
             busy_ns=sum(each["busy_ns"] for each in told),
-            microbatch_bytes=self._held_bytes(buckets),
             peak_held_bytes=self._peaks(told, "held"),
             peak_live_bytes=self._peaks(told, "live"),
+        )
+
+    def _record(self, run: _GroupRun) -> GroupRecord:
+        core = run.job.core
+        return GroupRecord(
+            group=run.group,
+            shape=core.shape,
+            started_ns=core.started_ns,
+            numbers=run.numbers,
+            times=core.times,
+            sent_ns=run.job.sent_ns,
+            waits=core.waits,
+            microbatch_bytes=core.microbatch_bytes,
+            budget_bytes=core.view.budget_bytes,
+            peak_held_bytes=core.peak_held_bytes,
         )
 
     def _leads(self, group: StageGroup) -> bool:
