@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from rrfp_jax.commands import simulate_options
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import ConfigError, dump_config, load_config
 from rrfp_jax.config.variability import variability_of
@@ -57,6 +58,8 @@ examples:
   rrfp launch 4 configs/lm_tiny.yaml --restarts 3
   rrfp doctor
   rrfp hints bfw --stages 4 --microbatches 8
+  rrfp simulate --stages 8 --microbatches 32 --workload lm
+  rrfp simulate --from runs/mine
   rrfp checkpoint ls runs/mine
   rrfp bench kernels
 """
@@ -302,6 +305,21 @@ def _hints(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import simulate
+    from rrfp_jax.commands.simulate_options import Options
+
+    options = Options.of(arguments)
+    given = [*filter(None, [arguments.config]), *arguments.overrides]
+    path = given.pop(0) if given and "=" not in given[0] else None
+    if path is None and options.source is not None:
+        path = options.source / "config.yaml"
+    config = load_config(path, given)
+    console = _console(quiet=arguments.json)
+    verdict = simulate.run(config, options, console, _find_hint)
+    return verdict.conclude(console, as_json=arguments.json)
+
+
 def _bench_kernels(arguments: argparse.Namespace) -> int:
     _use_host_devices(3)
     from rrfp_jax.commands import bench_kernels
@@ -316,6 +334,13 @@ def _bench_dispatch(arguments: argparse.Namespace) -> int:
 
     console = _console(quiet=arguments.json)
     return bench_dispatch.run(console).conclude(console, as_json=arguments.json)
+
+
+def _bench_simulator(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import bench_simulator
+
+    console = _console(quiet=arguments.json)
+    return bench_simulator.run(console).conclude(console, as_json=arguments.json)
 
 
 def _plan(arguments: argparse.Namespace) -> LaunchPlan:
@@ -473,6 +498,19 @@ def _parser() -> argparse.ArgumentParser:
     hints.add_argument("--microbatches", type=_count, default=6, help="default: 6")
     hints.set_defaults(command=_hints)
 
+    simulate = commands.add_parser(
+        "simulate",
+        help="try hints, modes and budgets against a virtual clock",
+        description=simulate_options.DESCRIPTION,
+        epilog=simulate_options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulate.add_argument("config", nargs="?", metavar="CONFIG", help=_CONFIG_HELP)
+    simulate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES_HELP)
+    simulate_options.add_options(simulate)
+    _takes_json(simulate)
+    simulate.set_defaults(command=_simulate)
+
     config = commands.add_parser("config", help="print every key of a config, with its default")
     config.set_defaults(command=_config)
 
@@ -482,6 +520,7 @@ def _parser() -> argparse.ArgumentParser:
         ("kernels", _bench_kernels, "F + B + W against one backward; bytes that stages hold"),
         ("dispatch", _bench_dispatch, "what choosing and launching costs on the host"),
         ("agreement", _bench_agreement, "what agreeing costs the processes that share a stage"),
+        ("simulator", _bench_simulator, "how fast steps are simulated, up to 1,024 stage groups"),
         ("transport", _bench_transport, "latency and bandwidth of messages between processes"),
     ):
         each = benches.add_parser(name, help=text, description=f"Measures {text}.")

@@ -353,8 +353,7 @@ class Pipeline:
             skipped=skipped,
             step_time_s=elapsed_ns / 1e9,
             busy_fraction=result.busy_ns / (len(self._topology.groups) * elapsed_ns),
-            num_microbatches=len(microbatches),
-            times=result.times,
+            groups=result.groups,
             peak_held_bytes=result.peak_held_bytes,
             peak_live_bytes=result.peak_live_bytes,
         )

@@ -38,6 +38,7 @@ IMPURE = {"jax", "jaxlib", "threading", "time", "socket", "logging", "queue", "a
 EDGE = {
     "driver",
     "execution",
+    "inbox",
     "inprocess",
     "messages",
     "moves",

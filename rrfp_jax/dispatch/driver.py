@@ -3,13 +3,14 @@
 Each stage has two threads. Its *dispatcher* blocks on one queue, feeds every event to
 the core and carries out the instructions: it launches kernels (asynchronously), hands
 bundles to the transport, and owns all arrays of the stage. Its *waiter* blocks on the
-results of the kernels in launch order and posts their ends. Arrivals are posted by the
-transport's thread. Nothing polls: a dispatcher wakes for an event, or for the tick that
-lets the core notice a stall.
+results of the kernels in launch order and posts their completions. Arrivals are posted
+by the transport's thread. Nothing polls: a dispatcher wakes for an event, or for the
+tick that lets the core notice a stall. Each event carries the time at which it was posted,
+so that the core can tell what it waited for the dispatcher.
 
-Variability is injected here and in the transports: no kernel is slowed down, but the core is
-told of its end, and of an arrival, as late as a `VariabilityModel` says, and the stage counts
-as busy until then.
+Variability is injected here and in the transports: no kernel is slowed down, but its
+completion is posted for as late as a `VariabilityModel` says, and so is an arrival; the stage
+counts as busy until then.
 
 All threads live for one step. A step that fails leaves nothing behind: the first
 failure stops every thread, and the error carries the report of every stage.
@@ -24,9 +25,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import jax
@@ -42,6 +42,8 @@ from rrfp_jax.dispatch.events import (
     TransferFailed,
 )
 from rrfp_jax.dispatch.execution import StageExecution
+from rrfp_jax.dispatch.idle import BundleKey
+from rrfp_jax.dispatch.inbox import Inbox
 from rrfp_jax.dispatch.instructions import Fail, Finish, Launch, Release, Send, Tell
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.notes import Note
@@ -61,28 +63,28 @@ class StepFailedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageJob:
-    """One stage group's part of a step, in this process."""
+    """One stage group's part of a step, in this process.
+
+    Attributes:
+      replica: Of the group.
+      core: New.
+      execution: Of the same step.
+      sent_ns: Filled by `run_step`: when each bundle was handed to the transport.
+    """
 
     replica: int = 0
     core: StageCore
     execution: StageExecution
+    sent_ns: dict[BundleKey, int] = field(default_factory=dict)
 
 
 class _Stop:
     """Posted to a thread to end it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    """Posted when a kernel has ended, with the time at which the stage is to know."""
-
-    task: Task
-    due_ns: int
-
-
 _STOP = _Stop()
-_Item: TypeAlias = "Event | Bundle | BaseException | _Ended | _Stop"
-# A task, when it was launched, and an array that is ready when its kernel has ended.
+_Item: TypeAlias = "Event | Bundle | BaseException | _Stop"
+# A task, when its launch began, and one of its results.
 _Launched: TypeAlias = "tuple[Task, int, jax.Array]"
 # Who is done or has failed, in words, and the error if it has.
 _Outcome: TypeAlias = "tuple[str, BaseException | None]"
@@ -184,17 +186,17 @@ class _StageThreads:
     ) -> None:
         self._core = job.core
         self._execution = job.execution
+        self._sent_ns = job.sent_ns
         self._replica, self._stage = job.replica, job.core.shape.stage
         self._transport = transport
         self._variability = variability
         self._step = step
         self._outcomes = outcomes
-        self._events: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._inbox: Inbox[_Item] = Inbox()
         # Before anything that another stage or process may have to say.
-        self._events.put(StepStarted())
+        self.post(StepStarted())
         self._launched: queue.SimpleQueue[_Launched | _Stop] = queue.SimpleQueue()
         self._launching: tuple[Task, int] | None = None
-        self._late: deque[_Ended] = deque()
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(
@@ -220,7 +222,7 @@ class _StageThreads:
 
     def post(self, item: _Item) -> None:
         """Queues an event for the dispatcher, from any thread."""
-        self._events.put(item)
+        self._inbox.post(item)
 
     @property
     def launching(self) -> tuple[Task | None, float]:
@@ -234,7 +236,7 @@ class _StageThreads:
     def stop(self) -> None:
         """Tells both threads to end, whatever they wait for."""
         self._stopped.set()
-        self._events.put(_STOP)
+        self.post(_STOP)
         self._launched.put(_STOP)
 
     def join(self, deadline_s: float) -> None:
@@ -250,36 +252,18 @@ class _StageThreads:
     def _dispatch(self) -> None:
         try:
             while True:
-                item = self._next()
+                posted_ns, item = self._inbox.next(_TICK_S) or (time.monotonic_ns(), Tick())
                 if isinstance(item, _Stop):
                     return
                 if isinstance(item, BaseException):
                     raise item
-                if self._handle(item):
+                if self._handle(item, posted_ns):
                     self._outcomes.put((self.name, None))
                     return
         except BaseException as error:  # every failure ends the step, SystemExit of a hint too
             self._outcomes.put((self.name, error))
 
-    def _next(self) -> Event | Bundle | BaseException | _Stop:
-        """What is next: a kernel whose end is due, what was posted, or a tick."""
-        wait_s = _TICK_S
-        while True:
-            if self._late:
-                wait_s = (self._late[0].due_ns - time.monotonic_ns()) / 1e9
-                if wait_s <= 0:
-                    return KernelFinished(task=self._late.popleft().task)
-            try:
-                item = self._events.get(timeout=min(wait_s, _TICK_S))
-            except queue.Empty:
-                if not self._late:
-                    return Tick()
-                continue
-            if not isinstance(item, _Ended):
-                return item
-            self._late.append(item)
-
-    def _handle(self, item: Event | Bundle) -> bool:
+    def _handle(self, item: Event | Bundle, posted_ns: int) -> bool:
         """Feeds one event to the core and obeys. Returns whether the stage is done."""
         if isinstance(item, Bundle):
             self._execution.receive(item.payload, item.microbatch, item.arrays)
@@ -287,13 +271,14 @@ class _StageThreads:
         else:
             event = item
         done = False
-        for instruction in self._core.handle(event, time.monotonic_ns()):
+        for instruction in self._core.handle(event, time.monotonic_ns(), posted_ns):
             if self._stopped.is_set():  # what it sent now would reach the next step
                 return False
             match instruction:
                 case Launch(task=task):
                     self._launch(task)
                 case Send(payload=payload, microbatch=microbatch):
+                    self._sent_ns[payload, microbatch] = time.monotonic_ns()
                     self._transport.send(self._bundle(payload, microbatch))
                 case Tell(note=note):
                     self._transport.tell(self._replica, self._stage, note)
@@ -306,9 +291,9 @@ class _StageThreads:
         return done
 
     def _launch(self, task: Task) -> None:
-        now_ns = time.monotonic_ns()
-        self._launching = task, now_ns
-        self._launched.put((task, now_ns, self._execution.launch(task)))
+        launched_ns = time.monotonic_ns()
+        self._launching = task, launched_ns
+        self._launched.put((task, launched_ns, self._execution.launch(task)))
         self._launching = None
 
     def _bundle(self, payload: Payload, microbatch: int) -> Bundle:
@@ -330,9 +315,8 @@ class _StageThreads:
             self.post(error)
 
     def _report_completions(self) -> None:
-        """Posts the end of every kernel, and when it is due to be known."""
-        # The stage is one device, which runs one task after another: what makes one end late
-        # makes all later ones late, though their kernels may have ended long since.
+        # The stage is one device, which runs one task after another: what makes a completion
+        # late makes all later ones late, though their kernels may have ended long since.
         ended_ns = due_ns = 0
         while not isinstance(launched := self._launched.get(), _Stop):
             task, launched_ns, result = launched
@@ -344,4 +328,4 @@ class _StageThreads:
             due_ns = max(launched_ns, due_ns) + self._variability.compute_ns(
                 self._step, task, own_ns=ended_ns - started_ns, replica=self._replica
             )
-            self.post(_Ended(task=task, due_ns=due_ns))
+            self._inbox.post(KernelFinished(task=task, launched_ns=launched_ns), due_ns)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.dispatch.agreement import Agreement, Alone
-from rrfp_jax.dispatch.core import StageCore, TaskTimes
+from rrfp_jax.dispatch.core import StageCore
 from rrfp_jax.dispatch.driver import StageJob, StepFailedError, run_step
 from rrfp_jax.dispatch.execution import StageExecution
 from rrfp_jax.dispatch.transport import Transport
@@ -22,8 +22,7 @@ from rrfp_jax.stages.compile import GroupKernels, Programs
 from rrfp_jax.stages.inputs import place_fields
 from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.step.meeting import Meeting
-from rrfp_jax.step.values import PipelineState
-from rrfp_jax.task import Task
+from rrfp_jax.step.values import GroupRecord, PipelineState
 from rrfp_jax.topology import StageGroup, Topology
 from rrfp_jax.variability.model import VariabilityModel
 
@@ -39,7 +38,7 @@ class TaskResults:
       loss_sum: Over all microbatches of all replicas.
       weight: The same.
       accumulators: Of this process. Each replica has its own sums.
-      times: Of this process, by task; tasks have the number of their microbatch in the step.
+      groups: What the stage groups of this process did when.
       busy_ns: In which stage groups ran a kernel, all of them together.
       peak_held_bytes: For each stage, the most that was charged to its budget in a replica.
       peak_live_bytes: For each stage, the most that was really held, where it was measured.
@@ -48,7 +47,7 @@ class TaskResults:
     loss_sum: float
     weight: float
     accumulators: Accumulators
-    times: Mapping[Task, TaskTimes]
+    groups: tuple[GroupRecord, ...]
     busy_ns: int
     peak_held_bytes: tuple[int, ...]
     peak_live_bytes: tuple[int, ...]
@@ -241,14 +240,25 @@ class TaskRunner:
             loss_sum=math.fsum(loss for _, loss, _ in losses),
             weight=math.fsum(weight for *_, weight in losses),
             accumulators=self._wide(runs, accumulators),
-            times={
-                Task(task.kind, task.stage, run.numbers[task.microbatch]): times
-                for run in runs
-                for task, times in run.job.core.times.items()
-            },
+            groups=tuple(map(self._record, runs)),
             busy_ns=sum(each["busy_ns"] for each in told),
             peak_held_bytes=self._peaks(told, "held"),
             peak_live_bytes=self._peaks(told, "live"),
+        )
+
+    def _record(self, run: _GroupRun) -> GroupRecord:
+        core = run.job.core
+        return GroupRecord(
+            group=run.group,
+            shape=core.shape,
+            started_ns=core.started_ns,
+            numbers=run.numbers,
+            times=core.times,
+            sent_ns=run.job.sent_ns,
+            waits=core.waits,
+            microbatch_bytes=core.microbatch_bytes,
+            budget_bytes=core.view.budget_bytes,
+            peak_held_bytes=core.peak_held_bytes,
         )
 
     def _leads(self, group: StageGroup) -> bool:
