@@ -19,14 +19,15 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import simulated
 from benchmarks.peer_schedules import PEER_SCHEDULES
 from benchmarks.process_pool import PeerError
 from benchmarks.rounds import Contender, Measured, measure, summarise
 from benchmarks.runtime_pool import RuntimePool, RuntimeSchedule
+from benchmarks.simulated import simulated_s
 from benchmarks.torch_pool import TorchPool
 from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.commands.verdict import Verdict
+from rrfp_jax.variability.tables import DurationTable
 from rrfp_jax.variability.workloads import WORKLOADS, make_table
 
 EXIT_FAILED = 1
@@ -118,24 +119,25 @@ def _contenders(
     torch: TorchPool, ours: RuntimePool, schedules: Sequence[str]
 ) -> Iterator[Contender]:
     for name in schedules:
-        knows = name in ("1f1b", "gpipe")
+        # With two stages in a process it is an order that the simulator does not have.
+        known = PEER_SCHEDULES[name].stages_per_process == 1
         yield Contender(
             name=f"torch {name}",
             step=functools.partial(torch.step, name),
-            simulate=functools.partial(simulated.fixed_s, name, splits_backward=False)
-            if knows
-            else None,
+            simulate=functools.partial(_simulate_whole, name) if known else None,
         )
     for schedule in OURS:
+        fixed = schedule.mode == "fixed"
+        budget = None if fixed else ActivationBudget.parse(schedule.activation_budget)
         yield Contender(
             name=f"ours {schedule.name}",
             step=functools.partial(ours.step, schedule),
-            simulate=functools.partial(simulated.fixed_s, schedule.hint, splits_backward=True)
-            if schedule.mode == "fixed"
-            else functools.partial(
-                simulated.readiness_s, schedule.hint, budget=ActivationBudget.parse(BUDGET)
-            ),
+            simulate=functools.partial(simulated_s, schedule.hint, schedule.mode, budget),
         )
+
+
+def _simulate_whole(hint: str, table: DurationTable) -> float:
+    return simulated_s(hint, "fixed", None, table.unsplit())
 
 
 def _print(console: Console, arguments: argparse.Namespace, measured: Sequence[Measured]) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from rrfp_jax.variability.model import VariabilityModel
 
 from benchmarks.process_pool import Ran
-from benchmarks.runtime_pool import RuntimeOrder
+from benchmarks.runtime_pool import RuntimeOrder, RuntimeSchedule
 from rrfp_jax.job.launcher import LaunchPlan
 from rrfp_jax.job.start import start_job
 from rrfp_jax.models import emulated
 from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.schedule import Schedule
+from rrfp_jax.variability.model import VariabilityModel
 
 
 def serve(
@@ -54,13 +55,18 @@ def serve(
             stall_timeout_s=timeout_s,
         )
         state = pipeline.init(jax.random.key(0))
+        schedules: dict[RuntimeSchedule, Schedule] = {}
         orders.send(None)
         while True:
             order: RuntimeOrder = orders.recv()
-            pipeline.reschedule(
-                hint=order.schedule.hint,
-                mode=order.schedule.mode,
-                activation_budget=order.schedule.activation_budget,
+            if order.schedule not in schedules:
+                schedules[order.schedule] = pipeline.schedule.replaced(
+                    hint=order.schedule.hint,
+                    mode=order.schedule.mode,
+                    activation_budget=order.schedule.activation_budget,
+                )
+            pipeline.rearrange(
+                schedule=schedules[order.schedule],
                 variability=VariabilityModel(table=order.table),
             )
             microbatches = [microbatch] * order.table.num_microbatches
