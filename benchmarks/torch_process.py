@@ -152,4 +152,8 @@ def _stage(module: EmulatedStage, number: int, num_stages: int, width: int) -> A
 
 
 def _loopback() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    names = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name.startswith("lo"):
+            return name
+    raise RuntimeError(f"expected a loopback interface, such as lo, got {', '.join(names)}.")

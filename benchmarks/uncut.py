@@ -19,83 +19,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
-from rrfp_jax.commands.verdict import Verdict
+from benchmarks.uncut_figures import conclude, print_comparison
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import ConfigError, load_config
 
-if TYPE_CHECKING:
-    from benchmarks.uncut_step import UncutTrainer
-    from rrfp_jax.training.experiment import Experiment
-
-STEPS, WARM_UP = 15, 2
+STEPS = 15
 EXIT_BAD_CONFIG = 2
-RATIO_LIMIT = 1.25
-# Adam divides small gradients by their own size, and so magnifies what rounding leaves.
-CHANGE_LIMIT = 1e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """Steps of one of the two.
-
-    Attributes:
-      median_s: Wall time of a step.
-      cpu_s: CPU time of all threads in a step, median.
-      loss: Of the last step.
-    """
-
-    median_s: float
-    cpu_s: float
-    loss: float
-
-    @property
-    def busy_cores(self) -> float:
-        """How many cores it kept busy on average."""
-        return self.cpu_s / self.median_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A pipeline and the same model uncut.
-
-    Attributes:
-      pipeline: Its steps.
-      uncut: Those without.
-      ratio: Median over rounds of the pipeline's time over the other.
-      num_cores: That both had.
-      gradient_difference: Largest of all parameters in the first step: 2-norm of the
-        difference of its gradients, relative to that of the uncut one.
-      change_difference: The same of what all steps together have changed in all parameters.
-      tolerance: Of the gradients.
-    """
-
-    pipeline: Side
-    uncut: Side
-    ratio: float
-    num_cores: int
-    gradient_difference: float
-    change_difference: float
-    tolerance: float
-
-    @property
-    def ideal(self) -> float:
-        """The ratio at which all cores are busy with the work of the uncut step."""
-        return self.uncut.busy_cores / self.num_cores
-
-    @property
-    def agrees(self) -> bool:
-        """Whether both computed the same."""
-        return self.gradient_difference <= self.tolerance and self.change_difference <= CHANGE_LIMIT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
     _use_host_devices(config.mesh.stages)
+    from benchmarks.uncut_measure import compare
+
     found = compare(config, num_steps=arguments.steps)
-    _print(console, config, found)
+    print_comparison(console, config, found)
     return conclude(found).conclude(console, as_json=arguments.json)
 
 
@@ -128,134 +64,6 @@ def check_config(config: RunConfig) -> None:
             f"tensor={mesh.tensor}; give for example mesh.stages=2 mesh.replicas=1 mesh.data=1 "
             "mesh.tensor=1."
         )
-
-
-def compare(config: RunConfig, *, num_steps: int) -> Comparison:
-    """Runs both in turn; imports jax."""
-    import jax
-    import numpy as np
-
-    from rrfp_jax.commands.check import TOLERANCES
-    from rrfp_jax.training.experiment import build_experiment
-
-    experiment = build_experiment(config)
-    rounds = [next(experiment.batches) for _ in range(WARM_UP + num_steps)]
-    rng = jax.random.key(config.train.seed)
-    uncut = _uncut(config, experiment, [each for batch in rounds for each in batch], rng)
-    pipeline = experiment.pipeline
-    state = pipeline.init(rng)
-    initial = pipeline.parameters(state)
-
-    def relative(got: Any, want: Any) -> float:
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        return float(np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), 1e-30))
-
-    def change(params: Any) -> Any:
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(initial), strict=True)
-        return np.concatenate([np.ravel(now - before) for now, before in pairs])
-
-    difference = max(
-        map(
-            relative,
-            jax.tree.leaves(pipeline.gradients(state, rounds[0]).tree),
-            jax.tree.leaves(uncut.gradients(rounds[0])),
-        )
-    )
-    losses: dict[str, float] = {}
-
-    def pipeline_step(batch: Sequence[Any]) -> None:
-        nonlocal state
-        state, metrics = pipeline.step(state, batch)
-        losses["pipeline"] = metrics.loss
-
-    def uncut_step(batch: Sequence[Any]) -> None:
-        losses["uncut"] = uncut.step(batch)
-
-    times = _in_turn({"pipeline": pipeline_step, "uncut": uncut_step}, rounds)
-    sides = {
-        name: Side(
-            median_s=statistics.median(wall_s for wall_s, _ in own),
-            cpu_s=statistics.median(cpu_s for _, cpu_s in own),
-            loss=losses[name],
-        )
-        for name, own in times.items()
-    }
-    return Comparison(
-        pipeline=sides["pipeline"],
-        uncut=sides["uncut"],
-        ratio=statistics.median(
-            a / b for (a, _), (b, _) in zip(times["pipeline"], times["uncut"], strict=True)
-        ),
-        num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
-        gradient_difference=difference,
-        change_difference=relative(change(pipeline.parameters(state)), change(uncut.params)),
-        tolerance=TOLERANCES[config.model.dtype],
-    )
-
-
-def _uncut(
-    config: RunConfig, experiment: Experiment, microbatches: Sequence[Any], rng: Any
-) -> UncutTrainer:
-    import jax
-
-    from benchmarks.uncut_step import UncutTrainer
-    from rrfp_jax.training import optimizer
-
-    shapes = {str(jax.tree.map(lambda a: (a.shape, a.dtype), each)): each for each in microbatches}
-    return UncutTrainer(
-        experiment.loss_fn,
-        experiment.init_fn,
-        optimizer.build(config.optimizer, config.train.steps),
-        buckets=list(shapes.values()),
-        rng=rng,
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
-
-
-def _in_turn(
-    steps: dict[str, Callable[[Sequence[Any]], None]], rounds: Sequence[Sequence[Any]]
-) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU times of steps; in every round each is made once, in changing order."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for number, batch in enumerate(rounds):
-        for name in sorted(steps, reverse=number % 2 == 1):
-            start_s, start_cpu_s = time.perf_counter(), time.process_time()
-            steps[name](batch)
-            times[name].append((time.perf_counter() - start_s, time.process_time() - start_cpu_s))
-    return {name: own[WARM_UP:] for name, own in times.items()}
-
-
-def conclude(found: Comparison) -> Verdict:
-    """Whether both computed the same, and the pipeline took no longer than it may."""
-    return Verdict(
-        passed=found.agrees and found.ratio <= RATIO_LIMIT,
-        text=(
-            f"a step through the pipeline takes {found.ratio:.3f} of the uncut one (limit "
-            f"{RATIO_LIMIT}; {found.ideal:.3f} if all {found.num_cores} cores were busy with its "
-            f"work); gradients differ by at most {found.gradient_difference:.1e} (limit "
-            f"{found.tolerance:.0e}), the parameters' changes over all steps by "
-            f"{found.change_difference:.1e} (limit {CHANGE_LIMIT:.0e})"
-        ),
-        figures={**asdict(found), "ideal": found.ideal},
-    )
-
-
-def _print(console: Console, config: RunConfig, found: Comparison) -> None:
-    table = Table(
-        title=f"{config.schedule.microbatches} microbatches, {config.mesh.stages} stages, "
-        f"{config.model.num_layers} blocks of width {config.model.d_model}"
-    )
-    for column in ("", "step, ms", "CPU, ms", "busy cores", "last loss"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, side in (("pipeline", found.pipeline), ("uncut", found.uncut)):
-        table.add_row(
-            name,
-            f"{1e3 * side.median_s:.1f}",
-            f"{1e3 * side.cpu_s:.1f}",
-            f"{side.busy_cores:.2f}",
-            f"{side.loss:.6f}",
-        )
-    console.print(table)
 
 
 def _use_host_devices(count: int) -> None:

@@ -91,6 +91,12 @@ def test_imports_run_one_way():
     assert not wrong
 
 
+def test_package_does_without_benchmarks_and_peers():
+    for path in PACKAGE.rglob("*.py"):
+        found = {module.split(".")[0] for module in imported_modules(path)}
+        assert not found & {"benchmarks", "torch"}, path.name
+
+
 @pytest.mark.parametrize(
     "path", sorted(pure_modules()), ids=lambda path: f"{path.parent.name}-{path.stem}"
 )

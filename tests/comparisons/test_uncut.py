@@ -3,6 +3,8 @@
 import pytest
 
 from benchmarks import uncut
+from benchmarks.uncut_figures import Comparison, Side, conclude
+from benchmarks.uncut_measure import compare
 from rrfp_jax.config.file import ConfigError, load_config
 
 TINY = [
@@ -28,7 +30,7 @@ def tiny(root):
 
 
 def test_pipeline_and_uncut_model_make_the_same_steps(tiny):
-    found = uncut.compare(tiny("model.dropout=0.1"), num_steps=3)
+    found = compare(tiny("model.dropout=0.1"), num_steps=3)
     assert found.agrees
     assert found.gradient_difference < 1e-5
     assert found.pipeline.loss == pytest.approx(found.uncut.loss, rel=1e-5)
@@ -52,9 +54,9 @@ def test_steps_must_be_a_number_of_1_or_more(steps, capsys):
 
 
 def test_verdict_fails_where_gradients_or_parameters_disagree():
-    side = uncut.Side(median_s=1.0, cpu_s=1.5, loss=2.0)
+    side = Side(median_s=1.0, cpu_s=1.5, loss=2.0)
     same = {"pipeline": side, "uncut": side, "ratio": 1.0, "num_cores": 2, "tolerance": 1e-5}
     for gradients, changes, passed in ((1e-6, 1e-6, True), (1e-3, 1e-6, False), (1e-6, 1.0, False)):
-        found = uncut.Comparison(**same, gradient_difference=gradients, change_difference=changes)
-        assert uncut.conclude(found).passed is passed
-        assert "0.750 if all 2 cores were busy" in uncut.conclude(found).text
+        found = Comparison(**same, gradient_difference=gradients, change_difference=changes)
+        assert conclude(found).passed is passed
+        assert "0.750 if all 2 cores were busy" in conclude(found).text
