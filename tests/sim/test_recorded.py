@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.hints import SHIPPED
-from rrfp_jax.sim import one_f_one_b_microbatches, simulate
+from rrfp_jax.sim import simulate, stage_budgets
 from rrfp_jax.sim.recorded import read_steps
 from rrfp_jax.sim.work import Setting, run_all
 from rrfp_jax.task import Kind, Payload, Task
@@ -35,9 +35,7 @@ def run(seed, policy=SHIPPED["bfw"]):
         durations=table.duration_ns,
         transfers=lambda payload, source, m: 1000 * (m + 10 * (payload is Payload.GRADIENT)),
         hosts=lambda task: 777,
-        budgets=[
-            2 * one_f_one_b_microbatches(shape, MICROBATCHES) * max(SIZES) for shape in shapes
-        ],
+        budgets=stage_budgets(BFW.budget, shapes, MICROBATCHES, [max(SIZES)] * STAGES),
     )
 
 
@@ -61,6 +59,10 @@ def write(folder, step, result, *, replica=None, first=0, start_ns=10**9):
                     "held_bytes": SIZES[task.microbatch],
                 }
                 file.write(json.dumps(row) + "\n")
+
+
+def cut_last_line(path):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
 def test_recorded_step_simulated_as_it_was_run_takes_as_long(tmp_path):
@@ -103,17 +105,14 @@ def test_other_files_and_a_step_that_was_cut_off_are_passed_over(tmp_path):
     for name in ("stage0.member1.jsonl", "stage0.redone.jsonl", "idle.stage0.jsonl"):
         (tmp_path / "trace" / name).write_text("not for us\n")
     write(tmp_path, 2, run(1))
-    path = tmp_path / "trace" / "stage2.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    cut_last_line(tmp_path / "trace" / "stage2.jsonl")
     assert [step.step for step in read_steps(tmp_path)] == [1]
 
 
 def test_no_step_that_is_whole_is_an_error(tmp_path):
     write(tmp_path, 1, run(0))
-    (tmp_path / "trace" / "stage2.jsonl").write_text("")
+    cut_last_line(tmp_path / "trace" / "stage1.jsonl")
     with pytest.raises(ValueError, match="has 1 steps and none of them whole"):
-        path = tmp_path / "trace" / "stage1.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
         read_steps(tmp_path)
 
 
