@@ -28,6 +28,7 @@ from rich.console import Console
 from rrfp_jax.commands import simulate_options
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import ConfigError, dump_config, load_config
+from rrfp_jax.config.variability import variability_of
 from rrfp_jax.hints import Hint, load_hint
 from rrfp_jax.job.errors import (
     EXIT_FAILED,
@@ -373,13 +374,18 @@ def _job(plan: LaunchPlan, config: RunConfig) -> Job:
 def _load(arguments: argparse.Namespace, plan: LaunchPlan) -> RunConfig:
     """The config, and before jax is imported as many host devices as it needs here.
 
-    The hint is found here, though the config's own checks are done: a wrong name is to
-    cost no import of jax. A user's hint may import it, so the devices come first.
+    The hint and the table of durations are found here, though the config's own checks are
+    done: a wrong name is to cost no import of jax. A user's hint may import it, so the devices
+    come first.
     """
     config = load_config(arguments.config, arguments.overrides)
     num_devices = config.mesh.num_devices
     _use_host_devices(max(1, num_devices // plan.num_processes), of=num_devices)
     _find_hint(config.schedule.hint, of="schedule.hint: ")
+    try:
+        variability_of(config, num_processes=plan.num_processes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return config
 
 

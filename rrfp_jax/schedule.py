@@ -71,6 +71,31 @@ class Schedule:
         self._orders: dict[int, Sequence[Policy]] = {}
         check_hint(self._hint, self._shapes, 2 * len(self._shapes), deterministic=deterministic)
 
+    def replaced(
+        self, *, hint: str | Hint, mode: str, activation_budget: ActivationBudget | str | int
+    ) -> Schedule:
+        """The same stages in another order.
+
+        Args:
+          hint: As for the class, as the others.
+          mode: ``readiness`` or ``fixed``.
+          activation_budget: A multiple of what 1F1B holds, or bytes.
+
+        Raises:
+          ValueError: An argument is out of range, or the hint does not work.
+        """
+        return Schedule(
+            hint=hint,
+            mode=mode,
+            activation_budget=activation_budget,
+            launch_ahead=self._launch_ahead,
+            deterministic=self._deterministic,
+            agreement=self._agreement,
+            stall_timeout_s=self._stall_timeout_ns / 1e9,
+            shapes=self._shapes,
+            largest_bytes=self._largest_bytes,
+        )
+
     def agreement(self, member: int, num_members: int) -> Agreement:
         """How a member of a stage group agrees with the others, each in a process of its own.
 

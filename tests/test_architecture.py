@@ -36,9 +36,9 @@ ROOMS = [
 IMPURE = {"jax", "jaxlib", "threading", "time", "socket", "logging", "queue", "asyncio", "random"}
 # At the edge of the dispatcher: they own threads, clocks and devices.
 EDGE = {
-    "delays",
     "driver",
     "execution",
+    "inbox",
     "inprocess",
     "messages",
     "moves",

@@ -8,6 +8,10 @@ by the transport's thread. Nothing polls: a dispatcher wakes for an event, or fo
 tick that lets the core notice a stall. Each event carries the time at which it was posted,
 so that the core can tell what it waited for the dispatcher.
 
+Variability is injected here and in the transports: no kernel is slowed down, but its
+completion is posted for as late as a `VariabilityModel` says, and so is an arrival; the stage
+counts as busy until then.
+
 All threads live for one step. A step that fails leaves nothing behind: the first
 failure stops every thread, and the error carries the report of every stage.
 
@@ -28,7 +32,6 @@ from typing import TypeAlias
 import jax
 
 from rrfp_jax.dispatch.core import StageCore
-from rrfp_jax.dispatch.delays import Delays
 from rrfp_jax.dispatch.events import (
     Event,
     Heard,
@@ -40,11 +43,13 @@ from rrfp_jax.dispatch.events import (
 )
 from rrfp_jax.dispatch.execution import StageExecution
 from rrfp_jax.dispatch.idle import BundleKey
+from rrfp_jax.dispatch.inbox import Inbox
 from rrfp_jax.dispatch.instructions import Fail, Finish, Launch, Release, Send, Tell
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.notes import Note
 from rrfp_jax.dispatch.transport import Mailbox, Transport
 from rrfp_jax.task import Payload, Task
+from rrfp_jax.variability.model import VariabilityModel
 
 # How often an idle dispatcher lets its core look at the clock.
 _TICK_S = 0.5
@@ -88,7 +93,7 @@ _Outcome: TypeAlias = "tuple[str, BaseException | None]"
 def run_step(
     jobs: Sequence[StageJob],
     transport: Transport,
-    delays: Delays,
+    variability: VariabilityModel,
     *,
     step: int,
     stall_timeout_s: float,
@@ -98,8 +103,8 @@ def run_step(
     Args:
       jobs: Replica by replica, first stage to last.
       transport: Closed; opened for this step.
-      delays: What variability to inject.
-      step: For messages and delays.
+      variability: How late completions and arrivals are to be reported.
+      step: For messages and `variability`.
       stall_timeout_s: How long a launch may take.
 
     Raises:
@@ -107,7 +112,7 @@ def run_step(
         are not to be used again.
     """
     outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-    threads = [_StageThreads(job, transport, delays, step, outcomes) for job in jobs]
+    threads = [_StageThreads(job, transport, variability, step, outcomes) for job in jobs]
     by_place = {stage.place: stage for stage in threads}
 
     def deliver(bundle: Bundle) -> None:
@@ -124,7 +129,8 @@ def run_step(
     def abort(error: BaseException) -> None:
         outcomes.put(("another process", error))
 
-    transport.open(step, Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort))
+    mailbox = Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort)
+    transport.open(step, mailbox, variability)
     try:
         for stage in threads:
             stage.start()
@@ -174,7 +180,7 @@ class _StageThreads:
         self,
         job: StageJob,
         transport: Transport,
-        delays: Delays,
+        variability: VariabilityModel,
         step: int,
         outcomes: queue.SimpleQueue[_Outcome],
     ) -> None:
@@ -183,10 +189,10 @@ class _StageThreads:
         self._sent_ns = job.sent_ns
         self._replica, self._stage = job.replica, job.core.shape.stage
         self._transport = transport
-        self._delays = delays
+        self._variability = variability
         self._step = step
         self._outcomes = outcomes
-        self._events: queue.SimpleQueue[tuple[int, _Item]] = queue.SimpleQueue()
+        self._inbox: Inbox[_Item] = Inbox()
         # Before anything that another stage or process may have to say.
         self.post(StepStarted())
         self._launched: queue.SimpleQueue[_Launched | _Stop] = queue.SimpleQueue()
@@ -216,7 +222,7 @@ class _StageThreads:
 
     def post(self, item: _Item) -> None:
         """Queues an event for the dispatcher, from any thread."""
-        self._events.put((time.monotonic_ns(), item))
+        self._inbox.post(item)
 
     @property
     def launching(self) -> tuple[Task | None, float]:
@@ -246,10 +252,7 @@ class _StageThreads:
     def _dispatch(self) -> None:
         try:
             while True:
-                try:
-                    posted_ns, item = self._events.get(timeout=_TICK_S)
-                except queue.Empty:
-                    posted_ns, item = time.monotonic_ns(), Tick()
+                posted_ns, item = self._inbox.next(_TICK_S) or (time.monotonic_ns(), Tick())
                 if isinstance(item, _Stop):
                     return
                 if isinstance(item, BaseException):
@@ -312,16 +315,17 @@ class _StageThreads:
             self.post(error)
 
     def _report_completions(self) -> None:
-        # The stage is emulated as one device: a late completion makes all later ones late.
-        free_ns = 0
+        # The stage is one device, which runs one task after another: what makes a completion
+        # late makes all later ones late, though their kernels may have ended long since.
+        ended_ns = due_ns = 0
         while not isinstance(launched := self._launched.get(), _Stop):
             task, launched_ns, result = launched
             try:
                 result.block_until_ready()
             except Exception as error:
                 raise RuntimeError(f"{task} failed: {type(error).__name__}: {error}") from error
-            if delay_ns := self._delays.compute_ns(self._step, task):
-                free_ns = max(free_ns, time.monotonic_ns()) + delay_ns
-                if self._stopped.wait(max(0, free_ns - time.monotonic_ns()) / 1e9):
-                    return
-            self.post(KernelFinished(task=task, launched_ns=launched_ns))
+            started_ns, ended_ns = max(launched_ns, ended_ns), time.monotonic_ns()
+            due_ns = max(launched_ns, due_ns) + self._variability.compute_ns(
+                self._step, task, own_ns=ended_ns - started_ns, replica=self._replica
+            )
+            self._inbox.post(KernelFinished(task=task, launched_ns=launched_ns), due_ns)

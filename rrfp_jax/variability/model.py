@@ -117,10 +117,6 @@ class VariabilityModel:
             late_s += self.transfer_delay_s * self._log_normal(self.delay_sigma, *what)
         return round(late_s * 1e9)
 
-    def describe(self) -> str:
-        """What varies, in words; empty if nothing does."""
-        return ", ".join(self._words())
-
     def _slowdowns(self, step: int, task: Task, replica: int) -> Iterator[Slowdown]:
         if self.long_share and self._uniform("long", step, replica, task) < self.long_share:
             yield self.long_tasks
@@ -143,17 +139,3 @@ class VariabilityModel:
         text = " ".join(map(str, (self.seed, *what)))
         drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
         return (drawn + 0.5) / 2**48
-
-    def _words(self) -> Iterator[str]:
-        if self.table is not None:
-            yield "durations of a table"
-        if self.jitter_sigma:
-            yield f"jitter of sigma {self.jitter_sigma:g}"
-        if self.long_share:
-            yield f"{self.long_share:.1%} of tasks {self.long_tasks} longer"
-        if self.compute_delay_s:
-            yield f"completions {1e3 * self.compute_delay_s:g} ms late on average"
-        if late_s := self.transfer_latency_s + self.transfer_delay_s:
-            yield f"arrivals {1e3 * late_s:g} ms late on average"
-        for name, slow in (("stage", self.slow_stages), ("process", self.slow_processes)):
-            yield from (f"{name} {index} slower by {each}" for index, each in slow.items())

@@ -98,6 +98,20 @@ class DurationTable:
                 "another table."
             )
 
+    def unsplit(self) -> DurationTable:
+        """The same with the time of W inside B: a backward that is one task.
+
+        A stage then sends its gradient when that of its weights is done, too.
+        """
+        backward = tuple(
+            tuple(b + w for b, w in zip(*rows, strict=True))
+            for rows in zip(self.durations_s[Kind.B], self.durations_s[Kind.W], strict=True)
+        )
+        none = ((0.0,) * self.num_microbatches,) * self.num_stages
+        return DurationTable(
+            durations_s={Kind.F: self.durations_s[Kind.F], Kind.B: backward, Kind.W: none}
+        )
+
     def duration_s(self, task: Task) -> float:
         """How long a task takes; for W of the first stage with its B."""
         own = self.durations_s[task.kind][task.stage][task.microbatch]
