@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
-from rrfp_jax.commands import simulate_options
+from rrfp_jax.commands import bench_variability_options, simulate_options
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import ConfigError, dump_config, load_config
 from rrfp_jax.config.variability import variability_of
@@ -62,6 +62,7 @@ examples:
   rrfp simulate --from runs/mine
   rrfp checkpoint ls runs/mine
   rrfp bench kernels
+  rrfp bench variability configs/emulated.yaml --processes 8
 """
 _CHECKPOINT_EPILOG = """
 examples:
@@ -202,12 +203,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.config is not None:
         config = load_config(arguments.config, arguments.overrides)
         grace_s = config.checkpoint.preempt_grace_s
-        if config.mesh.num_devices % count:
-            raise ConfigError(
-                f"{config.mesh.num_devices} devices (mesh.replicas x mesh.stages x mesh.data x "
-                f"mesh.tensor) do not divide over {count} processes; start a number that divides "
-                "them, or change the mesh."
-            )
+        _check_divides(config, count)
     elif not arguments.doctor or arguments.restarts:
         raise ConfigError("expected a config to train, such as configs/lm_tiny.yaml, or --doctor.")
     if arguments.restarts and not config.checkpoint.enabled:
@@ -343,6 +339,30 @@ def _bench_simulator(arguments: argparse.Namespace) -> int:
     return bench_simulator.run(console).conclude(console, as_json=arguments.json)
 
 
+def _bench_variability(arguments: argparse.Namespace) -> int:
+    options = bench_variability_options.Options.of(arguments)
+    if arguments.processes is not None:
+        config = load_config(arguments.config, arguments.overrides)
+        _check_divides(config, arguments.processes)
+        _check_table(config, arguments.processes)
+        from rrfp_jax.commands import launch
+
+        command = ["bench", "variability", arguments.config, *arguments.overrides]
+        command += [*options.as_arguments(), *["--json"] * arguments.json]
+        return launch.run(arguments.processes, command, is_bare=True)
+    plan = _plan(arguments)
+    config = _load(arguments, plan)
+    for hint in options.hints:
+        _find_hint(hint, of="--hints: ")
+    from rrfp_jax.commands import bench_variability
+
+    leads = plan.process_index == 0
+    console = _console(quiet=arguments.json or not leads)
+    with _job(plan, config) as job:
+        verdict = bench_variability.run(config, options, console, job)
+    return verdict.conclude(console, as_json=arguments.json) if leads else 0
+
+
 def _plan(arguments: argparse.Namespace) -> LaunchPlan:
     """Which process of which job this is."""
     try:
@@ -382,11 +402,26 @@ def _load(arguments: argparse.Namespace, plan: LaunchPlan) -> RunConfig:
     num_devices = config.mesh.num_devices
     _use_host_devices(max(1, num_devices // plan.num_processes), of=num_devices)
     _find_hint(config.schedule.hint, of="schedule.hint: ")
+    _check_table(config, plan.num_processes)
+    return config
+
+
+def _check_divides(config: RunConfig, count: int) -> None:
+    """Each process of a job that is started here has as many devices."""
+    if config.mesh.num_devices % count:
+        raise ConfigError(
+            f"{config.mesh.num_devices} devices (mesh.replicas x mesh.stages x mesh.data x "
+            f"mesh.tensor) do not divide over {count} processes; start a number that divides "
+            "them, or change the mesh."
+        )
+
+
+def _check_table(config: RunConfig, num_processes: int) -> None:
+    """Reads the table of durations that a config names, if it does, before anything starts."""
     try:
-        variability_of(config, num_processes=plan.num_processes)
+        variability_of(config, num_processes=num_processes)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return config
 
 
 def _find_hint(name: str, *, of: str = "") -> Hint:
@@ -526,7 +561,23 @@ def _parser() -> argparse.ArgumentParser:
         each = benches.add_parser(name, help=text, description=f"Measures {text}.")
         _takes_json(each)
         each.set_defaults(command=command)
+    _add_bench_variability(benches)
     return parser
+
+
+def _add_bench_variability(benches: Any) -> None:
+    variability = benches.add_parser(
+        "variability",
+        help="hints, modes and budgets against fixed 1F1B, on the same microbatches",
+        description=bench_variability_options.DESCRIPTION,
+        epilog=bench_variability_options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _takes_config(variability)
+    bench_variability_options.add_options(variability)
+    _takes_launch(variability)
+    _takes_json(variability)
+    variability.set_defaults(command=_bench_variability)
 
 
 def _add_checkpoint(commands: Any) -> None:

@@ -36,7 +36,7 @@ _FIXED_1F1B = Setting(hint=load_hint("1f1b"), mode="fixed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Of one simulated step."""
+    """Of one simulated step, in time of one core: the machine may have other things to do."""
 
     tasks: int
     took_s: float
@@ -69,8 +69,8 @@ def run(console: Console) -> Verdict:
         passed=large.took_s <= LARGE_LIMIT_S and even <= EVEN_LIMIT,
         text=(
             f"{stages} stages, {microbatches} microbatches, {large.tasks:,} tasks simulated in "
-            f"{large.took_s:.1f} s (limit {LARGE_LIMIT_S:.0f}); even 1f1b takes {even:.3f} of its "
-            f"fixed order at most (limit {EVEN_LIMIT})"
+            f"{large.took_s:.1f} s of one core (limit {LARGE_LIMIT_S:.0f}); even 1f1b takes "
+            f"{even:.3f} of its fixed order at most (limit {EVEN_LIMIT})"
         ),
         figures={
             "large": asdict(large),
@@ -83,9 +83,9 @@ def run(console: Console) -> Verdict:
 def measure_speed(num_stages: int, num_microbatches: int) -> Speed:
     """Simulates one step of varying lengths, by bfw with a budget of 2x."""
     work = _work("lm", num_stages, num_microbatches)
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     (outcome,) = run_all([[work]], _READINESS)
-    return Speed(tasks=outcome.num_tasks, took_s=time.perf_counter() - began_s)
+    return Speed(tasks=outcome.num_tasks, took_s=time.process_time() - began_s)
 
 
 def readiness_over_fixed(num_stages: int, num_microbatches: int) -> float:
@@ -99,7 +99,7 @@ def readiness_over_fixed(num_stages: int, num_microbatches: int) -> float:
 def measure_groups(num_stages: int, num_replicas: int) -> Groups:
     """Simulates a step of several replicas in both modes."""
     works = [_work("lm", num_stages, MICROBATCHES, seed) for seed in range(num_replicas)]
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     (fixed,) = run_all([works], _FIXED_1F1B)
     (ready,) = run_all([works], _READINESS)
     return Groups(
@@ -107,7 +107,7 @@ def measure_groups(num_stages: int, num_replicas: int) -> Groups:
         replicas=num_replicas,
         fixed_1f1b_s=fixed.step_ns / 1e9,
         bfw_s=ready.step_ns / 1e9,
-        took_s=time.perf_counter() - began_s,
+        took_s=time.process_time() - began_s,
     )
 
 

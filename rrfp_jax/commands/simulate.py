@@ -87,7 +87,9 @@ def _drawn(config: RunConfig, options: Options) -> list[list[Work]]:
             spread=options.spread,
         )
         model = VariabilityModel(table=table, seed=seed)
-        return drawn_work(model, held_bytes=options.held_bytes, replica=replica)
+        return drawn_work(
+            model, held_bytes=options.held_bytes, host_ns=options.host_ns, replica=replica
+        )
 
     return [[work(seed, r) for r in range(num_replicas)] for seed in range(options.seeds)]
 
@@ -114,7 +116,6 @@ def _common(config: RunConfig, options: Options) -> Setting:
         hint=load_hint("bfw"),
         launch_ahead=schedule.launch_ahead,
         deterministic=schedule.deterministic,
-        host_ns=options.host_ns,
         link=link,
         group=group,
     )
@@ -179,7 +180,7 @@ def _best(rows: Sequence[Row], at_least: float | None) -> Verdict:
         passed=at_least is None or best.over_unsplit_1f1b >= at_least,
         text=(
             f"{best.name} is {best.over_unsplit_1f1b:.3f} times as fast as fixed 1f1b as "
-            f"published{limit} and {best.over_fixed_1f1b:.3f} times as 1f1b of the same kernels; it "
+            f"published{limit}, {best.over_fixed_1f1b:.3f} times as 1f1b of the same kernels; it "
             f"takes {best.over_bound:.3f} times the lower bound"
         ),
         figures={"best": asdict(best)},

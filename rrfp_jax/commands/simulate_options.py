@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp_jax.budget import ActivationBudget
+from rrfp_jax.commands import option_types
 from rrfp_jax.dispatch.agreement import AGREEMENTS
 from rrfp_jax.schedule import MODES
 from rrfp_jax.variability.workloads import WORKLOADS
@@ -131,33 +131,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--spread",
-        type=_number,
+        type=option_types.number,
         default=1.0,
         metavar="X",
         help="how far they vary, from 0 to below 2 (default: 1, as the workload has it)",
     )
     what.add_argument(
         "--unit-ms",
-        type=_above_0,
+        type=option_types.above_0,
         default=10.0,
         metavar="MS",
         help="what F, B and W take each on average (default: 10)",
     )
     what.add_argument(
         "--seeds",
-        type=_count,
+        type=option_types.count,
         default=5,
         metavar="N",
         help="how many steps are drawn; printed are medians (default: 5)",
     )
-    what.add_argument("--stages", type=_count, metavar="P", help="default: mesh.stages")
+    what.add_argument("--stages", type=option_types.count, metavar="P", help="default: mesh.stages")
     what.add_argument(
-        "--microbatches", type=_count, metavar="M", help="default: schedule.microbatches"
+        "--microbatches",
+        type=option_types.count,
+        metavar="M",
+        help="default: schedule.microbatches",
     )
-    what.add_argument("--replicas", type=_count, metavar="R", help="default: mesh.replicas")
+    what.add_argument(
+        "--replicas", type=option_types.count, metavar="R", help="default: mesh.replicas"
+    )
     what.add_argument(
         "--held-bytes",
-        type=_size,
+        type=option_types.size,
         default=2**20,
         metavar="BYTES",
         help="what a microbatch holds on a stage (default: 1MiB)",
@@ -166,16 +171,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("what is compared")
     how.add_argument(
         "--hints",
-        type=_list,
+        type=option_types.names,
         default=["bfw", "bf", "1f1b", "gpipe"],
         metavar="A,B",
         help="hints by name, or your own as module:object (default: bfw,bf,1f1b,gpipe)",
     )
-    how.add_argument("--modes", type=_modes, default=[*MODES], help=f"default: {','.join(MODES)}")
+    how.add_argument(
+        "--modes", type=option_types.modes, default=[*MODES], help=f"default: {','.join(MODES)}"
+    )
     how.add_argument(
         "--budgets",
-        type=_budgets,
-        default=_budgets("1.0x,2.0x,4.0x"),
+        type=option_types.budgets,
+        default=option_types.budgets("1.0x,2.0x,4.0x"),
         metavar="A,B",
         help="for readiness: multiples of what 1F1B holds on each stage, bytes (the same for "
         "every stage), or none (default: 1.0x,2.0x,4.0x)",
@@ -183,27 +190,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     where = parser.add_argument_group("the machine (all costs are 0 by default)")
     where.add_argument(
-        "--host-us", type=_number, default=0.0, metavar="US", help="of launching a task"
+        "--host-us", type=option_types.number, default=0.0, metavar="US", help="of launching a task"
     )
     where.add_argument(
-        "--latency-us", type=_number, default=0.0, metavar="US", help="of every bundle"
+        "--latency-us", type=option_types.number, default=0.0, metavar="US", help="of every bundle"
     )
     where.add_argument(
         "--gbit-per-s",
-        type=_above_0,
+        type=option_types.above_0,
         metavar="X",
         help="of a link between neighbours, each way, through which bundles leave one by one",
     )
     where.add_argument(
         "--bundle-bytes",
-        type=_size,
+        type=option_types.size,
         default=2**20,
         metavar="BYTES",
         help="of every bundle (default: 1MiB)",
     )
     where.add_argument(
         "--members",
-        type=_count,
+        type=option_types.count,
         default=1,
         metavar="N",
         help="processes that share a stage and agree on each task (default: 1)",
@@ -216,11 +223,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(default: modelled)",
     )
     where.add_argument(
-        "--note-us", type=_number, default=0.0, metavar="US", help="of a note between members"
+        "--note-us",
+        type=option_types.number,
+        default=0.0,
+        metavar="US",
+        help="of a note between members",
     )
     where.add_argument(
         "--skew-us",
-        type=_number,
+        type=option_types.number,
         default=0.0,
         metavar="US",
         help="mean of an exponential delay of a bundle at each member",
@@ -229,7 +240,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     end = parser.add_argument_group("what comes of it")
     end.add_argument(
         "--at-least",
-        type=_above_0,
+        type=option_types.above_0,
         metavar="X",
         help="exit with 1 unless the best row is X times as fast as fixed 1F1B as published",
     )
@@ -240,57 +251,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a .json or .csv file (default: RUN_DIR/simulation.json with --from, else "
         "runs/simulation-<date>.json)",
     )
-
-
-def _list(text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise argparse.ArgumentTypeError(f"expected names with commas between them, got {text!r}")
-    return list(dict.fromkeys(parts))
-
-
-def _modes(text: str) -> list[str]:
-    modes = _list(text)
-    if not {*modes} <= {*MODES}:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(MODES)}, got {text!r}")
-    return modes
-
-
-def _budgets(text: str) -> list[ActivationBudget | None]:
-    try:
-        return [None if each == "none" else ActivationBudget.parse(each) for each in _list(text)]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error} Or none, for no limit.") from error
-
-
-def _size(text: str) -> int:
-    try:
-        found = ActivationBudget.parse(text).limit_bytes
-    except ValueError:
-        found = None
-    if found is None:
-        raise argparse.ArgumentTypeError(f"expected bytes such as 1000000 or 4MiB, got {text!r}")
-    return found
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
-    return value
-
-
-def _above_0(text: str) -> float:
-    value = _number(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value

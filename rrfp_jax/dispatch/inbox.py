@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import queue
 import time
-from collections import deque
 from typing import Generic, TypeVar, final
 
 _T = TypeVar("_T")
@@ -12,14 +13,15 @@ _T = TypeVar("_T")
 
 @final
 class Inbox(Generic[_T]):
-    """A queue from any thread to one. Owns what has come and is not due.
+    """A queue from any thread to one, in the order of due times. Owns what is not due yet.
 
-    What is posted for later keeps its order: each is due no sooner than those before it.
+    What is due at the same time keeps the order in which it was posted by a thread.
     """
 
     def __init__(self) -> None:
         self._posted: queue.SimpleQueue[tuple[int, _T]] = queue.SimpleQueue()
-        self._late: deque[tuple[int, _T]] = deque()
+        self._coming: list[tuple[int, int, _T]] = []
+        self._tickets = itertools.count()
 
     def post(self, item: _T, due_ns: int = 0) -> None:
         """Queues something.
@@ -39,18 +41,18 @@ class Inbox(Generic[_T]):
         Returns:
           Since when it has been due, and what; None if nothing was.
         """
-        end_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        now_ns = time.monotonic_ns()
+        end_ns = now_ns + int(timeout_s * 1e9)
         while True:
-            now_ns = time.monotonic_ns()
-            if self._late and self._late[0][0] <= now_ns:
-                return self._late.popleft()
-            until_ns = min(end_ns, self._late[0][0]) if self._late else end_ns
+            if self._coming and self._coming[0][0] <= now_ns:
+                due_ns, _, item = heapq.heappop(self._coming)
+                return due_ns, item
+            until_ns = min(end_ns, self._coming[0][0]) if self._coming else end_ns
             try:
-                posted = self._posted.get(timeout=max(0, until_ns - now_ns) / 1e9)
+                due_ns, item = self._posted.get(timeout=max(0, until_ns - now_ns) / 1e9)
             except queue.Empty:
                 if time.monotonic_ns() >= end_ns:
                     return None
-                continue
-            if posted[0] <= time.monotonic_ns():
-                return posted
-            self._late.append(posted)
+            else:
+                heapq.heappush(self._coming, (due_ns, next(self._tickets), item))
+            now_ns = time.monotonic_ns()

@@ -29,6 +29,7 @@ from rrfp_jax.task import Payload, StageShape, Task, check_shapes
 _NEVER_NS = 2**62
 
 Durations: TypeAlias = Callable[[Task], int]
+Hosts: TypeAlias = Callable[[Task], int]
 Transfers: TypeAlias = Callable[[Payload, int, int], int]
 
 
@@ -74,7 +75,7 @@ def simulate(
     budgets: Sequence[int | None] | None = None,
     launch_ahead: int = 1,
     deterministic: bool = True,
-    host_ns: int = 0,
+    hosts: Hosts = lambda task: 0,
     link: Link | None = None,
     group: TensorGroup | None = None,
     observe: Callable[[StageCore], None] = lambda core: None,
@@ -91,8 +92,8 @@ def simulate(
       budgets: For each stage, bytes or None for no limit. No limits by default.
       launch_ahead: Kernels queued behind the running one.
       deterministic: Run W by microbatch.
-      host_ns: How long a stage's dispatcher is at it to launch a kernel; it launches one
-        after another, and a kernel begins no earlier.
+      hosts: How long a stage's host is at it to launch a task, in ns; it launches one after
+        another, and a kernel begins no earlier. At once by default.
       link: What bundles go through, in addition to their transfers. Nothing by default.
       group: What every stage group is like. One member each by default.
       observe: Called with a core after each event that it has handled.
@@ -123,7 +124,7 @@ def simulate(
             shapes, policies, microbatch_bytes, budgets or [None] * len(shapes), strict=True
         )
     ]
-    clock = _Clock(cores, durations, transfers, host_ns, link or Link(), group)
+    clock = _Clock(cores, durations, transfers, hosts, link or Link(), group)
     now_ns = clock.run(observe)
     everyone = [core for own in cores for core in own]
     unfinished = [core for core in everyone if not core.finished]
@@ -151,14 +152,14 @@ class _Clock:
         cores: Sequence[Sequence[StageCore]],
         durations: Durations,
         transfers: Transfers,
-        host_ns: int,
+        hosts: Hosts,
         link: Link,
         group: TensorGroup,
     ) -> None:
         self._cores = cores
         self._durations = durations
         self._transfers = transfers
-        self._host_ns = host_ns
+        self._hosts = hosts
         self._link = link
         self._group = group
         self._coming: list[tuple[int, int, int, int, Event]] = []
@@ -166,8 +167,8 @@ class _Clock:
         self._device_free_ns = [0] * len(cores)
         self._host_free_ns = [[0] * len(own) for own in cores]
         self._link_free_ns = {payload: [0] * len(cores) for payload in Payload}
-        # Of each kernel of a stage, in launch order: how many members have yet to launch it.
-        self._missing: list[list[int]] = [[] for _ in cores]
+        # Of each kernel of a stage, in launch order: when each member has launched it, so far.
+        self._launches: list[list[dict[int, int]]] = [[] for _ in cores]
         self._num_launched = [[0] * len(own) for own in cores]
         self.launched: list[list[Task]] = [[] for _ in cores]
         self.busy_ns = [0] * len(cores)
@@ -203,23 +204,24 @@ class _Clock:
 
     def _launch(self, task: Task, stage: int, member: int, now_ns: int) -> None:
         """The kernel begins when all members have launched it, and ends for all at once."""
-        hosts, missing = self._host_free_ns[stage], self._missing[stage]
-        hosts[member] = max(now_ns, hosts[member]) + self._host_ns
+        hosts, launches = self._host_free_ns[stage], self._launches[stage]
+        hosts[member] = max(now_ns, hosts[member]) + self._hosts(task)
         number = self._num_launched[stage][member]
         self._num_launched[stage][member] += 1
-        if number == len(missing):
+        if number == len(launches):
             self.launched[stage].append(task)
-            missing.append(len(hosts))
+            launches.append({})
         assert self.launched[stage][number] == task, "members launch in different orders"
-        missing[number] -= 1
-        if missing[number]:
+        launches[number][member] = hosts[member] + self._group.begin_ns
+        if len(launches[number]) < len(hosts):
             return
-        began_ns = max(self._device_free_ns[stage], max(hosts) + self._group.begin_ns)
+        began_ns = max(self._device_free_ns[stage], *launches[number].values())
         duration_ns = self._durations(task)
         self._device_free_ns[stage] = began_ns + duration_ns
         self.busy_ns[stage] += duration_ns
-        for each in range(len(hosts)):
-            self._schedule(self._device_free_ns[stage], stage, each, KernelFinished(task=task))
+        for each, launched_ns in launches[number].items():
+            event = KernelFinished(task=task, launched_ns=launched_ns)
+            self._schedule(self._device_free_ns[stage], stage, each, event)
 
     def _send(self, payload: Payload, stage: int, microbatch: int, now_ns: int) -> None:
         target = stage + 1 if payload is Payload.ACTIVATION else stage - 1

@@ -125,5 +125,5 @@ def settings_of(
 
 def _in_words(budget: ActivationBudget | None) -> str | None:
     if budget is None or budget.limit_bytes is None:
-        return budget and str(budget)
+        return None if budget is None else str(budget)
     return f"{budget.limit_bytes / 2**20:g}MiB"

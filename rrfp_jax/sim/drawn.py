@@ -8,13 +8,19 @@ from rrfp_jax.variability.model import VariabilityModel
 
 
 def drawn_work(
-    model: VariabilityModel, *, held_bytes: int, step: int = 0, replica: int = 0
+    model: VariabilityModel,
+    *,
+    held_bytes: int,
+    host_ns: int = 0,
+    step: int = 0,
+    replica: int = 0,
 ) -> Work:
     """What a replica does in a step.
 
     Args:
       model: With a table.
       held_bytes: What a microbatch holds on a stage.
+      host_ns: What the launch of a task takes on the host.
       step: For what is drawn beside the table.
       replica: The same.
 
@@ -32,6 +38,7 @@ def drawn_work(
     return Work(
         shapes=table.shapes,
         durations=lambda task: model.compute_ns(step, task, replica=replica),
+        hosts=lambda task: host_ns,
         transfers=transfers,
         microbatch_bytes=[[held_bytes] * table.num_microbatches] * num_stages,
         largest_bytes=[held_bytes] * num_stages,

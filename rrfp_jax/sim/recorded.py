@@ -2,7 +2,8 @@
 
 A trace says of each task when it was ready, launched, started and finished. That is enough:
 
-    a task's duration    from its start to its end, as the stage's core saw them
+    a task's duration    from its start to its end
+    its launch           from when it was chosen to when the host had launched it
     a transfer           from the end of the task that left a bundle to the arrival, which is
                          when the task that had waited for it alone became ready
 
@@ -24,6 +25,15 @@ from rrfp_jax.sim.work import Work
 from rrfp_jax.task import Kind, Payload, StageShape, Task, check_shapes
 
 _FILE = re.compile(r"(?:replica(\d+)\.)?stage(\d+)\.jsonl")
+_NUMBERS = (
+    "step",
+    "ready_ns",
+    "chosen_ns",
+    "launched_ns",
+    "started_ns",
+    "finished_ns",
+    "held_bytes",
+)
 _Row = Mapping[str, Any]
 
 
@@ -86,15 +96,15 @@ def _rows(folder: Path) -> Iterator[tuple[int, Task, _Row]]:
                 _check_numbers(row)
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
-                    f"{path}:{number} is no line of a trace: expected an object with step, task, "
-                    f"ready_ns, started_ns and finished_ns in whole numbers, got {line[:80]!r}."
+                    f"{path}:{number} is no line of a trace: expected an object with task, "
+                    f"{', '.join(_NUMBERS)}, in whole numbers, got {line[:80]!r}."
                 ) from None
             yield replica, task, row
 
 
 def _check_numbers(row: _Row) -> None:
-    for key in ("step", "ready_ns", "started_ns", "finished_ns", "held_bytes"):
-        if not isinstance(row[key] if key != "held_bytes" else _held_bytes(row), int):
+    for key in _NUMBERS:
+        if not isinstance(row[key], int):
             raise TypeError(key)
 
 
@@ -102,14 +112,8 @@ def _largest_bytes(rows: Sequence[tuple[int, Task, _Row]]) -> list[int]:
     """For each stage, the most that a microbatch has held in any step."""
     largest = [1] * (1 + max(task.stage for _, task, _ in rows))
     for _, task, row in rows:
-        largest[task.stage] = max(largest[task.stage], _held_bytes(row))
+        largest[task.stage] = max(largest[task.stage], row["held_bytes"])
     return largest
-
-
-def _held_bytes(row: _Row) -> int:
-    """What the task's microbatch held on its stage. Alike where it was not recorded."""
-    held: int = row.get("held_bytes", 1)
-    return held
 
 
 def _is_complete(tasks: Mapping[Task, _Row], num_stages: int) -> bool:
@@ -156,10 +160,11 @@ def _work(tasks: Mapping[Task, _Row], largest: Sequence[int]) -> Work:
     return Work(
         shapes=shapes,
         durations=lambda task: int(own[task]["finished_ns"] - own[task]["started_ns"]),
+        hosts=lambda task: int(own[task]["launched_ns"] - own[task]["chosen_ns"]),
         transfers=transfers,
         microbatch_bytes=[
             [
-                _held_bytes(own[Task(Kind.F, shape.stage, microbatch)])
+                own[Task(Kind.F, shape.stage, microbatch)]["held_bytes"]
                 for microbatch in range(len(own) // len(kinds))
             ]
             for shape in shapes

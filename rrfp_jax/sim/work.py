@@ -13,7 +13,7 @@ from typing import TypeAlias
 from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.hints import Hint
 from rrfp_jax.sim.bounds import shortest_ns
-from rrfp_jax.sim.clock import Durations, Simulation, Transfers, simulate
+from rrfp_jax.sim.clock import Durations, Hosts, Simulation, Transfers, simulate
 from rrfp_jax.sim.group import TensorGroup
 from rrfp_jax.sim.link import Link
 from rrfp_jax.sim.orders import fixed_orders, stage_budgets
@@ -29,6 +29,7 @@ class Work:
     Attributes:
       shapes: First stage to last.
       durations: How long a task runs, in ns.
+      hosts: How long the host is at it to launch a task, in ns.
       transfers: How long a bundle is on its way, in ns.
       microbatch_bytes: For each stage, what each microbatch holds there.
       largest_bytes: For each stage, what budgets are multiples of.
@@ -36,6 +37,7 @@ class Work:
 
     shapes: tuple[StageShape, ...]
     durations: Durations
+    hosts: Hosts
     transfers: Transfers
     microbatch_bytes: Sequence[Sequence[int]]
     largest_bytes: Sequence[int]
@@ -82,7 +84,6 @@ class Setting:
       budget: For readiness; None for no limit. A fixed order bounds memory by itself.
       launch_ahead: Kernels queued behind the running one.
       deterministic: Run W by microbatch.
-      host_ns: What a launch takes on the host.
       link: Between neighbours.
       group: What every stage group is like.
     """
@@ -92,7 +93,6 @@ class Setting:
     budget: ActivationBudget | None = None
     launch_ahead: int = 1
     deterministic: bool = True
-    host_ns: int = 0
     link: Link = field(default_factory=Link)
     group: TensorGroup = field(default_factory=TensorGroup)
 
@@ -165,7 +165,7 @@ def _run(work: Work, setting: Setting, policy: Hint | _Orders) -> Simulation:
         budgets=budgets,
         launch_ahead=setting.launch_ahead,
         deterministic=setting.deterministic,
-        host_ns=setting.host_ns,
+        hosts=work.hosts,
         link=setting.link,
         group=setting.group,
     )
