@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from rrfp_jax.commands import bench_variability_options, simulate_options
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import ConfigError, dump_config, load_config
+from rrfp_jax.config.variability import variability_of
 from rrfp_jax.hints import Hint, load_hint
 from rrfp_jax.job.errors import (
     EXIT_FAILED,
@@ -56,9 +58,12 @@ examples:
   rrfp launch 4 configs/lm_tiny.yaml --restarts 3
   rrfp doctor
   rrfp hints bfw --stages 4 --microbatches 8
+  rrfp simulate --stages 8 --microbatches 32 --workload lm
+  rrfp simulate --from runs/mine
   rrfp checkpoint ls runs/mine
   rrfp bench kernels
   rrfp bench faults configs/lm_tiny.yaml --kills 20
+  rrfp bench variability configs/emulated.yaml --processes 8
 """
 _CHECKPOINT_EPILOG = """
 examples:
@@ -199,7 +204,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.config is not None:
         config = load_config(arguments.config, arguments.overrides)
         grace_s = config.checkpoint.preempt_grace_s
-        _check_processes(config, count)
+        _check_divides(config, count)
     elif not arguments.doctor or arguments.restarts:
         raise ConfigError("expected a config to train, such as configs/lm_tiny.yaml, or --doctor.")
     if arguments.restarts and not config.checkpoint.enabled:
@@ -217,7 +222,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     return launch.run(count, command, restarts=arguments.restarts, grace_s=grace_s)
 
 
-def _check_processes(config: RunConfig, count: int) -> None:
+def _check_divides(config: RunConfig, count: int) -> None:
     if config.mesh.num_devices % count:
         raise ConfigError(
             f"{config.mesh.num_devices} devices (mesh.replicas x mesh.stages x mesh.data x "
@@ -306,6 +311,21 @@ def _hints(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import simulate
+    from rrfp_jax.commands.simulate_options import Options
+
+    options = Options.of(arguments)
+    given = [*filter(None, [arguments.config]), *arguments.overrides]
+    path = given.pop(0) if given and "=" not in given[0] else None
+    if path is None and options.source is not None:
+        path = options.source / "config.yaml"
+    config = load_config(path, given)
+    console = _console(quiet=arguments.json)
+    verdict = simulate.run(config, options, console, _find_hint)
+    return verdict.conclude(console, as_json=arguments.json)
+
+
 def _bench_kernels(arguments: argparse.Namespace) -> int:
     _use_host_devices(3)
     from rrfp_jax.commands import bench_kernels
@@ -327,7 +347,7 @@ def _bench_faults(arguments: argparse.Namespace) -> int:
 
     overrides = [*bench_faults.DEFAULTS, *arguments.overrides]
     config = load_config(arguments.config, overrides)
-    _check_processes(config, arguments.processes)
+    _check_divides(config, arguments.processes)
     if not config.checkpoint.enabled:
         raise ConfigError("a killed run goes on from checkpoints, and checkpoint.enabled is false.")
     console = _console(quiet=arguments.json)
@@ -351,6 +371,37 @@ def _bench_checkpoint(arguments: argparse.Namespace) -> int:
 
     console = _console(quiet=arguments.json)
     return bench_checkpoint.run(config, console).conclude(console, as_json=arguments.json)
+
+
+def _bench_simulator(arguments: argparse.Namespace) -> int:
+    from rrfp_jax.commands import bench_simulator
+
+    console = _console(quiet=arguments.json)
+    return bench_simulator.run(console).conclude(console, as_json=arguments.json)
+
+
+def _bench_variability(arguments: argparse.Namespace) -> int:
+    options = bench_variability_options.Options.of(arguments)
+    if arguments.processes is not None:
+        config = load_config(arguments.config, arguments.overrides)
+        _check_divides(config, arguments.processes)
+        _check_table(config, arguments.processes)
+        from rrfp_jax.commands import launch
+
+        command = ["bench", "variability", arguments.config, *arguments.overrides]
+        command += [*options.as_arguments(), *["--json"] * arguments.json]
+        return launch.run(arguments.processes, command, is_bare=True)
+    plan = _plan(arguments)
+    config = _load(arguments, plan)
+    for hint in options.hints:
+        _find_hint(hint, of="--hints: ")
+    from rrfp_jax.commands import bench_variability
+
+    leads = plan.process_index == 0
+    console = _console(quiet=arguments.json or not leads)
+    with _job(plan, config) as job:
+        verdict = bench_variability.run(config, options, console, job)
+    return verdict.conclude(console, as_json=arguments.json) if leads else 0
 
 
 def _plan(arguments: argparse.Namespace) -> LaunchPlan:
@@ -384,14 +435,24 @@ def _job(plan: LaunchPlan, config: RunConfig) -> Job:
 def _load(arguments: argparse.Namespace, plan: LaunchPlan) -> RunConfig:
     """The config, and before jax is imported as many host devices as it needs here.
 
-    The hint is found here, though the config's own checks are done: a wrong name is to
-    cost no import of jax. A user's hint may import it, so the devices come first.
+    The hint and the table of durations are found here, though the config's own checks are
+    done: a wrong name is to cost no import of jax. A user's hint may import it, so the devices
+    come first.
     """
     config = load_config(arguments.config, arguments.overrides)
     num_devices = config.mesh.num_devices
     _use_host_devices(max(1, num_devices // plan.num_processes), of=num_devices)
     _find_hint(config.schedule.hint, of="schedule.hint: ")
+    _check_table(config, plan.num_processes)
     return config
+
+
+def _check_table(config: RunConfig, num_processes: int) -> None:
+    """Reads the table of durations that a config names, if it does, before anything starts."""
+    try:
+        variability_of(config, num_processes=num_processes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _find_hint(name: str, *, of: str = "") -> Hint:
@@ -503,6 +564,19 @@ def _parser() -> argparse.ArgumentParser:
     hints.add_argument("--microbatches", type=_count, default=6, help="default: 6")
     hints.set_defaults(command=_hints)
 
+    simulate = commands.add_parser(
+        "simulate",
+        help="try hints, modes and budgets against a virtual clock",
+        description=simulate_options.DESCRIPTION,
+        epilog=simulate_options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulate.add_argument("config", nargs="?", metavar="CONFIG", help=_CONFIG_HELP)
+    simulate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES_HELP)
+    simulate_options.add_options(simulate)
+    _takes_json(simulate)
+    simulate.set_defaults(command=_simulate)
+
     config = commands.add_parser("config", help="print every key of a config, with its default")
     config.set_defaults(command=_config)
 
@@ -512,6 +586,7 @@ def _parser() -> argparse.ArgumentParser:
         ("kernels", _bench_kernels, "F + B + W against one backward; bytes that stages hold"),
         ("dispatch", _bench_dispatch, "what choosing and launching costs on the host"),
         ("agreement", _bench_agreement, "what agreeing costs the processes that share a stage"),
+        ("simulator", _bench_simulator, "how fast steps are simulated, up to 1,024 stage groups"),
         ("transport", _bench_transport, "latency and bandwidth of messages between processes"),
     ):
         each = benches.add_parser(name, help=text, description=f"Measures {text}.")
@@ -519,6 +594,7 @@ def _parser() -> argparse.ArgumentParser:
         each.set_defaults(command=command)
     _add_bench_checkpoint(benches)
     _add_bench_faults(benches)
+    _add_bench_variability(benches)
     return parser
 
 
@@ -558,6 +634,21 @@ def _add_bench_faults(benches: Any) -> None:
     )
     _takes_json(faults)
     faults.set_defaults(command=_bench_faults)
+
+
+def _add_bench_variability(benches: Any) -> None:
+    variability = benches.add_parser(
+        "variability",
+        help="hints, modes and budgets against fixed 1F1B, on the same microbatches",
+        description=bench_variability_options.DESCRIPTION,
+        epilog=bench_variability_options.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _takes_config(variability)
+    bench_variability_options.add_options(variability)
+    _takes_launch(variability)
+    _takes_json(variability)
+    variability.set_defaults(command=_bench_variability)
 
 
 def _add_checkpoint(commands: Any) -> None:

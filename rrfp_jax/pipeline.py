@@ -27,7 +27,6 @@ import optax
 from jax.sharding import Mesh, Sharding
 
 from rrfp_jax.budget import ActivationBudget
-from rrfp_jax.dispatch.delays import Delays, no_delays
 from rrfp_jax.dispatch.inprocess import InprocessTransport
 from rrfp_jax.dispatch.network import NetworkTransport
 from rrfp_jax.dispatch.transport import Layout, Transport
@@ -50,6 +49,7 @@ from rrfp_jax.step.post_meeting import meet
 from rrfp_jax.step.tasks import Accumulators, TaskResults, TaskRunner
 from rrfp_jax.step.update import GradientNorm, Updater
 from rrfp_jax.topology import Topology, lay_out_mesh
+from rrfp_jax.variability.model import VariabilityModel
 
 _log = logging.getLogger("rrfp_jax")
 
@@ -95,7 +95,7 @@ class Pipeline:
       evaluation: Whether to compile what `eval_step` needs.
       stall_timeout_s: A stage that hears nothing for this long fails with a report.
       compile_timeout_s: How long processes wait for each other to compile.
-      delays: Variability to inject.
+      variability: How late completions and arrivals are to be reported, in training steps.
       transport: Makes the transport from where arrays lie that cross between stages; by
         default copies between devices of this process, messages between processes.
       measure_memory: Report `StepMetrics.peak_live_bytes`; costs host time per launch.
@@ -128,7 +128,7 @@ class Pipeline:
         evaluation: bool = True,
         stall_timeout_s: float = 120.0,
         compile_timeout_s: float = 1800.0,
-        delays: Delays | None = None,
+        variability: VariabilityModel | None = None,
         transport: Callable[[Layout], Transport] | None = None,
         measure_memory: bool = False,
     ) -> None:
@@ -140,7 +140,7 @@ class Pipeline:
             )
         self._init_fn = init_fn
         self._max_grad_norm = max_grad_norm
-        self._delays = delays or no_delays()
+        self._variability = variability or VariabilityModel()
         self._stall_timeout_s = stall_timeout_s
         self._compile_timeout_s = compile_timeout_s
         self._buckets = Buckets(buckets)
@@ -178,7 +178,7 @@ class Pipeline:
         self._evaluates = evaluation
         self._measure_memory = measure_memory
         self._meeting, self._transport = _connect(
-            job, self._topology, self._layout, self._delays, stall_timeout_s
+            job, self._topology, self._layout, stall_timeout_s
         )
         if transport is not None:
             self._transport = transport(self._layout)
@@ -226,6 +226,20 @@ class Pipeline:
         """How steps are ordered."""
         return self._schedule
 
+    def rearrange(
+        self, *, schedule: Schedule | None = None, variability: VariabilityModel | None = None
+    ) -> None:
+        """Lets the steps that follow run in another order, or vary in another way.
+
+        Compiles nothing. All processes have to do it alike.
+
+        Args:
+          schedule: Made from `Pipeline.schedule`; None for the one that there is.
+          variability: None for the one that there is.
+        """
+        self._schedule = schedule or self._schedule
+        self._variability = variability or self._variability
+
     def compile(self, progress: Progress | None = None) -> None:
         """Compiles every kernel for every bucket; nothing is compiled after that.
 
@@ -247,9 +261,7 @@ class Pipeline:
             self._plans,
             self._topology,
             programs,
-            self._schedule,
             self._transport,
-            self._delays,
             self._meeting,
             stall_timeout_s=self._stall_timeout_s,
             measure_memory=self._measure_memory,
@@ -341,8 +353,7 @@ class Pipeline:
             skipped=skipped,
             step_time_s=elapsed_ns / 1e9,
             busy_fraction=result.busy_ns / (len(self._topology.groups) * elapsed_ns),
-            num_microbatches=len(microbatches),
-            times=result.times,
+            groups=result.groups,
             peak_held_bytes=result.peak_held_bytes,
             peak_live_bytes=result.peak_live_bytes,
         )
@@ -423,10 +434,22 @@ class Pipeline:
                 f"microbatches, as many for each, got {len(microbatches)}."
             )
         accumulators: Accumulators = {}
+        if training and self._variability.table is not None:
+            self._variability.table.check_fits(
+                num_stages=self.num_stages, num_microbatches=len(microbatches) // num_replicas
+            )
         if training:
             accumulators = self._accumulators or self._updater.zeros()
             self._accumulators = None  # donated from here on; a failed step makes new ones
-        return self._tasks.run(state, microbatches, buckets, accumulators, training=training)
+        return self._tasks.run(
+            state,
+            microbatches,
+            buckets,
+            accumulators,
+            schedule=self._schedule,
+            variability=self._variability,
+            training=training,
+        )
 
     def _reduce(self, result: TaskResults) -> tuple[float, GradientNorm]:
         """Sums gradients in place; gives what divides them all, and the norm after it."""
@@ -439,20 +462,19 @@ def _connect(
     job: Job | None,
     topology: Topology,
     layout: Layout,
-    delays: Delays,
     stall_timeout_s: float,
 ) -> tuple[Meeting, Transport]:
     """How the stages reach each other: within this process, or over the job's post."""
     # Others may still have a good part of the step before them when this one is done.
     meeting = meet(job, _STEP_END_STALLS * stall_timeout_s)
     if job is not None and job.post is not None:
-        return meeting, NetworkTransport(job.post, topology, layout, delays)
+        return meeting, NetworkTransport(job.post, topology, layout)
     if jax.process_count() > 1:
         raise ValueError(
             f"this is one of {jax.process_count()} processes, which reach each other through "
             "their job: write `with rrfp_jax.start_job() as job:` first and pass job=job."
         )
-    return meeting, InprocessTransport(layout, delays)
+    return meeting, InprocessTransport(layout)
 
 
 def _mean_loss(result: TaskResults) -> float:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rrfp_jax.budget import ActivationBudget
-from rrfp_jax.dispatch.agreement import Agreement, AllGather, Alone, Follower, Leader
+from rrfp_jax.dispatch.agreement import AGREEMENTS, Agreement, Alone, make_agreement
 from rrfp_jax.dispatch.arbiter import Policy
 from rrfp_jax.dispatch.core import StageCore
 from rrfp_jax.hints import Hint, load_hint
-from rrfp_jax.sim import check_hint, fixed_orders, one_f_one_b_microbatches, peak_bytes
+from rrfp_jax.sim import check_hint, fixed_orders, peak_bytes, stage_budgets
 from rrfp_jax.task import StageShape
 
 MODES = ("readiness", "fixed")
-AGREEMENTS = ("leader", "allgather")
 
 
 class Schedule:
@@ -72,6 +71,31 @@ class Schedule:
         self._orders: dict[int, Sequence[Policy]] = {}
         check_hint(self._hint, self._shapes, 2 * len(self._shapes), deterministic=deterministic)
 
+    def replaced(
+        self, *, hint: str | Hint, mode: str, activation_budget: ActivationBudget | str | int
+    ) -> Schedule:
+        """The same stages in another order.
+
+        Args:
+          hint: As for the class, as the others.
+          mode: ``readiness`` or ``fixed``.
+          activation_budget: A multiple of what 1F1B holds, or bytes.
+
+        Raises:
+          ValueError: An argument is out of range, or the hint does not work.
+        """
+        return Schedule(
+            hint=hint,
+            mode=mode,
+            activation_budget=activation_budget,
+            launch_ahead=self._launch_ahead,
+            deterministic=self._deterministic,
+            agreement=self._agreement,
+            stall_timeout_s=self._stall_timeout_ns / 1e9,
+            shapes=self._shapes,
+            largest_bytes=self._largest_bytes,
+        )
+
     def agreement(self, member: int, num_members: int) -> Agreement:
         """How a member of a stage group agrees with the others, each in a process of its own.
 
@@ -79,21 +103,14 @@ class Schedule:
           member: From 0; this one leads, if one does.
           num_members: Of the group.
         """
-        if self._agreement == "allgather":
-            return AllGather(member=member, num_members=num_members)
-        if member:
-            return Follower(member=member, num_members=num_members)
-        return Leader(num_members=num_members)
+        return make_agreement(self._agreement, member=member, num_members=num_members)
 
     def budgets(self, num_microbatches: int) -> tuple[int, ...]:
         """For each stage, the bytes that admitted microbatches may hold.
 
         A multiple is of what 1F1B holds in the stage's largest bucket.
         """
-        return tuple(
-            self._budget.bytes_for(one_f_one_b_microbatches(shape, num_microbatches) * largest)
-            for shape, largest in zip(self._shapes, self._largest_bytes, strict=True)
-        )
+        return stage_budgets(self._budget, self._shapes, num_microbatches, self._largest_bytes)
 
     def cores(
         self, microbatch_bytes: Sequence[Sequence[int]], agreements: Mapping[int, Agreement]

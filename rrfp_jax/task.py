@@ -29,12 +29,18 @@ class Kind(enum.Enum):
     B = "B"
     W = "W"
 
+    # Members are single. The one that enums come with hashes the name, in Python; tasks are
+    # looked up so often that a core is a tenth slower with it.
+    __hash__ = object.__hash__
+
 
 class Payload(enum.Enum):
     """What crosses an edge: F's output goes to the next stage, B's to the one before."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+
+    __hash__ = object.__hash__  # as for kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,12 @@ class StageShape:
     def source(self, payload: Payload) -> int:
         """The neighbour from which a payload comes."""
         return self.stage - 1 if payload is Payload.ACTIVATION else self.stage + 1
+
+    def input(self, kind: Kind) -> Payload | None:
+        """What a task of this kind needs from a neighbour, if anything."""
+        if kind is Kind.F:
+            return Payload.ACTIVATION if self.needs_activation else None
+        return Payload.GRADIENT if self.needs_gradient and kind is self.kinds[1] else None
 
     def output(self, kind: Kind) -> Payload | None:
         """What a finished task of this kind leaves for a neighbour, if anything."""

@@ -115,6 +115,11 @@ def import_weights(weights: Path, config: RunConfig, folder: Path, console: Cons
     Raises:
       CheckpointError: The weights are not the model's, or there are checkpoints already.
     """
+    if config.model.kind != "gpt":
+        raise CheckpointError(
+            f"public weights are a transformer's (model.kind=gpt), got model.kind="
+            f"{config.model.kind}; give the config of the model that they are of."
+        )
     target = CheckpointFolder(folder / CHECKPOINTS)
     if target.steps():
         raise CheckpointError(f"{target.path} has checkpoints already; give another run.dir.")

@@ -66,9 +66,8 @@ def _draw(console: Console, hint: Hint, num_stages: int, num_microbatches: int) 
     for stage in range(num_stages):
         timeline = _timeline(step, stage, len(str(num_microbatches - 1)))
         console.print(timeline, no_wrap=True, overflow=overflow)
-    busy = sum(map(step.busy_ns, range(num_stages)))
     console.print(
-        f"{step.makespan_ns} units, stages busy {busy / (num_stages * step.makespan_ns):.0%} of "
+        f"{step.makespan_ns} units, stages busy {step.busy_share:.0%} of "
         f"them, at most {list(step.peak_held_bytes)} microbatches held"
     )
 

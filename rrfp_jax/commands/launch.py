@@ -36,7 +36,14 @@ _COLORS = (36, 33, 35, 32, 34, 31, 96, 93)
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-def run(count: int, command: Sequence[str], *, restarts: int = 0, grace_s: float = 0.0) -> int:
+def run(
+    count: int,
+    command: Sequence[str],
+    *,
+    restarts: int = 0,
+    grace_s: float = 0.0,
+    is_bare: bool = False,
+) -> int:
     """Runs a command in every process of a job.
 
     Args:
@@ -44,20 +51,21 @@ def run(count: int, command: Sequence[str], *, restarts: int = 0, grace_s: float
       command: Of ``rrfp``, with its arguments.
       restarts: How often to start the job again when a process was killed or terminated.
       grace_s: How long processes may take to save when they are stopped.
+      is_bare: Hand on what they print as it is, for a command of which one process prints.
 
     Returns:
       0, or the exit code of the first process that failed, in the last start.
     """
     for number in range(1, restarts + 1):
-        code = _run_once(count, command, grace_s)
+        code = _run_once(count, command, grace_s, is_bare=is_bare)
         if not _is_worth_another_start(code):
             return code
         print(f"restart {number} of {restarts}, from the newest checkpoint", flush=True)
-    return _run_once(count, command, grace_s)
+    return _run_once(count, command, grace_s, is_bare=is_bare)
 
 
-def _run_once(count: int, command: Sequence[str], grace_s: float) -> int:
-    job = _Processes(count, command)
+def _run_once(count: int, command: Sequence[str], grace_s: float, *, is_bare: bool) -> int:
+    job = _Processes(count, command, is_bare=is_bare)
     try:
         return job.wait()
     except KeyboardInterrupt as error:
@@ -98,7 +106,8 @@ def environment_of(index: int, count: int, port: int, outer: Mapping[str, str]) 
 class _Processes:
     """The processes, and a thread for the output of each."""
 
-    def __init__(self, count: int, command: Sequence[str]) -> None:
+    def __init__(self, count: int, command: Sequence[str], *, is_bare: bool) -> None:
+        self._is_bare = is_bare
         port = _free_port()
         self._output = threading.Lock()
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -110,7 +119,7 @@ class _Processes:
                 env=environment_of(index, count, port, os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=None if is_bare else subprocess.STDOUT,
                 start_new_session=True,
             )
             thread = threading.Thread(target=self._follow, args=(index, child), daemon=True)
@@ -130,7 +139,8 @@ class _Processes:
             if code and not first_code:
                 first_code = code if code > 0 else 128 - code
                 deadline_s = time.monotonic() + _AFTER_FAILURE_S
-                self._say(f"process {index} ended with exit code {first_code}")
+                if not self._is_bare:  # a verdict's exit code needs no words
+                    self._say(f"process {index} ended with exit code {first_code}")
         return first_code
 
     def end(self, first: signal.Signals, patience_s: float) -> None:
@@ -154,8 +164,8 @@ class _Processes:
 
     def _follow(self, index: int, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
-        prefix = f"[{index}] "
-        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        prefix = "" if self._is_bare else f"[{index}] "
+        if prefix and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
             prefix = f"\x1b[{_COLORS[index % len(_COLORS)]}m{prefix}\x1b[0m"
         for line in child.stdout:
             self._print(prefix.encode() + line.removesuffix(b"\n") + b"\n")

@@ -14,6 +14,7 @@ from rrfp_jax.checkpoint.checkpointer import Checkpointer
 from rrfp_jax.checkpoint.folder import CHECKPOINTS
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import dump_config
+from rrfp_jax.config.variability import what_is_emulated
 from rrfp_jax.job.start import Job
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.report.trace import TraceFiles
@@ -132,7 +133,7 @@ def _train(
     if pipeline.meeting.process_index == 0:
         (folder / "parameters.sha256").write_text(digest + "\n", encoding="utf-8")
     console.print(f"parameters sha256 {digest}")
-    console.print(last.summary(folder))
+    console.print(last.summary(config, folder))
     return 0
 
 
@@ -186,13 +187,17 @@ class _LastRecord(Observer):
         self._first = self._first or record
         self._last = record
 
-    def summary(self, folder: Path) -> str:
+    def summary(self, config: RunConfig, folder: Path) -> str:
         assert self._first is not None
         assert self._last is not None
         metrics = self._last.metrics
-        text = f"loss {self._first.metrics.loss:.4f} -> {metrics.loss:.4f} nats per token"
+        text = f"loss {self._first.metrics.loss:.4f} -> {metrics.loss:.4f}"
+        if config.model.kind != "emulated":
+            text += " nats per token"
         if self._last.held_out_loss is not None:
             text += f", {self._last.held_out_loss:.4f} on held-out text"
+        if emulated := what_is_emulated(config):
+            text += f"; {emulated}"
         return f"trained {metrics.step} steps: {text}; see {folder}"
 
     def __exit__(self, *_: object) -> None:
@@ -234,19 +239,22 @@ def _describe(console: Console, config: RunConfig, experiment: Experiment, folde
     """Says what is about to run, stage by stage."""
     pipeline = experiment.pipeline
     schedule = config.schedule
+    is_emulated = config.model.kind == "emulated"
+    buckets = "" if is_emulated else f" in buckets {list(config.data.buckets)}"
     console.print(
-        f"{_mesh(config)}, {schedule.microbatches} microbatches a step in buckets "
-        f"{list(config.data.buckets)}, hint {schedule.hint} ({schedule.mode})\n"
-        f"writing {folder}"
+        f"{_mesh(config)}, {schedule.microbatches} microbatches a step{buckets}, hint "
+        f"{schedule.hint} ({schedule.mode})\nwriting {folder}"
     )
-    largest = len(config.data.buckets) - 1
+    if emulated := what_is_emulated(config):
+        console.print(emulated, style="yellow")
     for stage, (plan, budget) in enumerate(
         zip(pipeline.plans, pipeline.schedule.budgets(schedule.microbatches), strict=True)
     ):
         kinds = " ".join(kind.value for kind in plan.shape.kinds)
+        held = plan.held_bytes(len(plan.train) - 1)
         console.print(
             f"  stage {stage} ({kinds}): {sum(a.size for a in plan.avals):,} parameters; largest "
-            f"microbatch {plan.held_bytes(largest) / 1e6:.2f} MB, budget {budget / 1e6:.2f} MB"
+            f"microbatch {held / 1e6:.3g} MB, budget {budget / 1e6:.3g} MB"
         )
 
 

@@ -27,11 +27,11 @@ class ConfigError(ValueError):
     """A config that cannot be used; the message lists everything that is wrong with it."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a config.
 
     Args:
-      path: A YAML 1.2 file.
+      path: A YAML 1.2 file; None for the defaults.
       overrides: ``section.key=value`` each; later ones win, and all win over the file.
 
     Raises:
@@ -39,14 +39,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         be. The message names each key, where it was given, the value, what was expected
         and, for a key that does not exist, the nearest one that does.
     """
-    tree, places = _read(Path(path))
+    tree, places = ({}, {}) if path is None else _read(Path(path))
     for override in overrides:
         _apply(tree, places, override)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = "\n".join(f"  {_problem(each, places)}" for each in error.errors())
-        raise ConfigError(f"{path} cannot be used:\n{problems}") from None
+        raise ConfigError(f"{path or 'the config'} cannot be used:\n{problems}") from None
 
 
 def dump_config(config: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,8 @@ from pydantic import (
 )
 
 from rrfp_jax.budget import ActivationBudget
+from rrfp_jax.variability.model import LONG_TASKS
+from rrfp_jax.variability.slowdown import Slowdown
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -22,6 +25,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the words that jax makes a key o
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Sigma = Annotated[float, Field(ge=0, le=5)]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -37,11 +41,40 @@ def _as_path(value: Any) -> Any:
     return Path(value)
 
 
+def _as_file(value: Any) -> Any:
+    if value is None or isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be the path of a file")
+    return Path(value)
+
+
+def _as_slowdowns(value: Any) -> Any:
+    """Whole numbers as keys; a config that is written as JSON has them as text."""
+    if not isinstance(value, Mapping):
+        raise ValueError("must be slowdowns by number, such as {0: 1.5x, 3: 10ms}")
+    found = {}
+    for key, slowdown in value.items():
+        if isinstance(key, bool) or not str(key).isdecimal():
+            raise ValueError(f"must have numbers from 0 as keys, got {key!r}")
+        found[int(key)] = Slowdown.parse(slowdown)
+    return found
+
+
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_as_tuple)]
 Budget = Annotated[
     ActivationBudget,
     BeforeValidator(ActivationBudget.parse),
     PlainSerializer(lambda budget: budget.limit_bytes or str(budget)),
+]
+TableFile = Annotated[
+    Path | None, BeforeValidator(_as_file), PlainSerializer(lambda p: p and str(p))
+]
+Slow = Annotated[Slowdown, BeforeValidator(Slowdown.parse), PlainSerializer(str)]
+SlowOnes = Annotated[
+    Mapping[int, Slowdown],
+    BeforeValidator(_as_slowdowns),
+    PlainSerializer(lambda slow: {index: str(each) for index, each in slow.items()}),
 ]
 
 
@@ -78,10 +111,23 @@ class RunSection(Section):
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer."""
+    """A decoder-only transformer, or stages that are emulated."""
 
-    kind: Literal["gpt"] = "gpt"
-    """Which model."""
+    kind: Literal["gpt", "emulated"] = "gpt"
+    """Which model. Emulated stages have one small matrix each, and their tasks take as long as
+    a table says; of the keys below table, workload, unit_s, seed and d_model count alone."""
+
+    table: TableFile = None
+    """Of emulated stages: a file that says how long every task takes, see docs/variability.md."""
+
+    workload: Literal["uniform", "jitter", "lm", "multimodal"] | None = None
+    """Of emulated stages, instead of a file: what the table is drawn for."""
+
+    unit_s: Positive = 0.01
+    """Of a workload: what F, B and W take each, on average."""
+
+    seed: Index = 0
+    """Of a workload: which table is drawn."""
 
     vocab_size: Count = 256
     """Tokens; 256 for bytes."""
@@ -130,6 +176,16 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
+        given = [name for name in ("table", "workload") if getattr(self, name) is not None]
+        if self.kind == "emulated":
+            if len(given) != 1:
+                raise ValueError(
+                    "kind=emulated must have a table or a workload, one of them, got "
+                    f"{' and '.join(given) or 'none'}; give for example workload=jitter"
+                )
+            return self
+        if given:
+            raise ValueError(f"{given[0]} goes with kind=emulated, got kind={self.kind}")
         if self.d_model % self.num_heads or self.d_model // self.num_heads % 2:
             raise ValueError(
                 f"d_model={self.d_model} must split over num_heads={self.num_heads} into heads of "
@@ -347,13 +403,41 @@ class TransportConfig(Section):
 
 
 class VariabilityConfig(Section):
-    """Delays that are injected, to see what a hint makes of them. Off by default."""
+    """What varies beside the kernels themselves, so as to see what a hint makes of it.
+
+    Completions and arrivals are told late; no kernel is slowed down. By default nothing is late.
+    """
+
+    table: TableFile = None
+    """A file that says how long every task takes; kernels that take longer keep their time."""
+
+    jitter_sigma: Sigma = 0.0
+    """Sigma of a log-normal factor with mean 1 on the time of every task; kernels are not made
+    faster, so that below 1 it only shortens times of a table."""
+
+    long_share: Fraction = 0.0
+    """Share of tasks that take longer."""
+
+    long_tasks: Slow = LONG_TASKS
+    """How much longer these take: a factor (3x) or a time (50ms)."""
+
+    slow_stages: SlowOnes = Field(default_factory=dict)
+    """How much longer each task of some stages takes, such as {2: 1.5x, 3: 10ms}."""
+
+    slow_processes: SlowOnes = Field(default_factory=dict)
+    """The same for all stages of some processes: slow hosts."""
 
     compute_delay_s: Seconds = 0.0
-    """Mean of an exponential delay of every kernel's completion."""
+    """Mean of a time that every task takes longer."""
+
+    transfer_latency_s: Seconds = 0.0
+    """By how much every arrival is late."""
 
     transfer_delay_s: Seconds = 0.0
-    """Mean of an exponential delay of every arrival."""
+    """Mean of what arrivals are late beside that."""
+
+    delay_sigma: Sigma = 1.0
+    """Sigma of both delays, which are log-normal; 0 for always their means."""
 
     seed: Index = 0
-    """Of the delays."""
+    """Of all that is drawn."""

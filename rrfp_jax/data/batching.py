@@ -17,16 +17,17 @@ by how much counted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import grain
 import numpy as np
 import numpy.typing as npt
 
+from rrfp_jax.data.steps import Fields, Microbatch, Steps
+
 Row = npt.NDArray[np.uint8]
-Microbatch = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class BatchShape:
     rows_per_microbatch: int
     num_microbatches: int
 
-    def fields(self, length: int) -> dict[str, tuple[tuple[int, int], np.dtype[Any]]]:
+    def fields(self, length: int) -> Fields:
         """Shape and dtype of each field of a microbatch in the bucket of this length."""
         shape = (self.rows_per_microbatch, length)
         return {
@@ -131,8 +132,8 @@ def fixed(rows: Sequence[Row], shape: BatchShape, *, limit: int) -> tuple[Microb
 
 
 @final
-class StepIterator(Iterator[list[Microbatch]]):
-    """Endless steps of microbatches. Owns the position in the data; saved with checkpoints.
+class StepIterator(Steps):
+    """Endless steps of microbatches from rows.
 
     A step may span the end of an epoch: no microbatch is dropped to make steps come out.
     """
@@ -144,9 +145,6 @@ class StepIterator(Iterator[list[Microbatch]]):
         # threads behind and makes the saved position exact.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._steps = iter(steps.to_iter_dataset(options))
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> list[Microbatch]:
         return list(next(self._steps))

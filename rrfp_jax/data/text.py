@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from rrfp_jax.data.batching import BatchShape, Microbatch, Row, StepIterator, fixed
+from rrfp_jax.data.batching import BatchShape, Row, StepIterator, fixed
+from rrfp_jax.data.steps import Microbatch
 
 if TYPE_CHECKING:
     from rrfp_jax.config import DataConfig

@@ -68,6 +68,11 @@ class Admission:
         """The first microbatch that is not released; their number when all are."""
         return self._oldest
 
+    @property
+    def microbatch_bytes(self) -> Sequence[int]:
+        """What each microbatch holds while it is admitted."""
+        return self._bytes
+
     def bytes_of(self, microbatch: int) -> int:
         """What a microbatch holds while it is admitted."""
         return self._bytes[microbatch]
@@ -75,6 +80,10 @@ class Admission:
     def has_room(self, num_bytes: int) -> bool:
         """Whether so much more is within the budget."""
         return self._budget_bytes is None or self._held_bytes + num_bytes <= self._budget_bytes
+
+    def fits(self, microbatch: int) -> bool:
+        """Whether a microbatch may enter now: there is room, or it is the oldest."""
+        return microbatch == self._oldest or self.has_room(self._bytes[microbatch])
 
     def admit(self, microbatch: int) -> None:
         """A microbatch enters."""

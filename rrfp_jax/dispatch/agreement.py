@@ -35,13 +35,14 @@ from __future__ import annotations
 
 import abc
 from collections import Counter, deque
+from collections.abc import Collection
 from itertools import islice
 from typing import final
 
 from rrfp_jax.dispatch.arbiter import Arbiter
 from rrfp_jax.dispatch.errors import RemoteProtocolError
 from rrfp_jax.dispatch.notes import Decision, Note, Proposal, Ready
-from rrfp_jax.task import Kind, Payload, StageShape, Task
+from rrfp_jax.task import Payload, StageShape, Task
 
 # A report is read by people: of a long list the first few say enough.
 _MOST_NAMED = 8
@@ -82,6 +83,10 @@ class Agreement(abc.ABC):
     def waits_for(self) -> str | None:
         """What the others owe, in words; None for nothing."""
 
+    @abc.abstractmethod
+    def withheld(self, arbiter: Arbiter) -> Collection[Task]:
+        """Tasks that are ready here and wait for the others; asked when none can be launched."""
+
 
 @final
 class Alone(Agreement):
@@ -120,6 +125,10 @@ class Alone(Agreement):
         """Nothing."""
         return None
 
+    def withheld(self, arbiter: Arbiter) -> Collection[Task]:
+        """None."""
+        return ()
+
 
 @final
 class Leader(Agreement):
@@ -146,11 +155,11 @@ class Leader(Agreement):
 
     def became_ready(self, task: Task, arbiter: Arbiter, shape: StageShape) -> None:
         """It may be chosen once every other member has its bundle."""
-        bundle = _bundle_of(task, shape)
-        if bundle is None or self._is_everywhere(bundle):
+        payload = shape.input(task.kind)
+        if payload is None or self._is_everywhere((payload, task.microbatch)):
             arbiter.add(task)
         else:
-            self._held_back[bundle] = task
+            self._held_back[payload, task.microbatch] = task
 
     def next(self, arbiter: Arbiter) -> Next:
         """What the arbiter picks of the tasks that are ready everywhere."""
@@ -189,6 +198,10 @@ class Leader(Agreement):
         more = len(self._held_back) - len(lacking)
         return f"what is ready here: {', '.join(lacking)}{f', and {more} more' if more else ''}"
 
+    def withheld(self, arbiter: Arbiter) -> Collection[Task]:
+        """Those whose bundle has not reached every other member."""
+        return self._held_back.values()
+
     def _is_everywhere(self, bundle: tuple[Payload, int]) -> bool:
         return len(self._told.get(bundle, ())) == self._num_members - 1
 
@@ -206,7 +219,7 @@ class Follower(Agreement):
         self._member = member
         self._num_members = num_members
         self._decided: deque[Task] = deque()
-        self._ready: set[Task] = set()
+        self._ready: dict[Task, None] = {}  # in the order of becoming ready
         self._heard: set[Task] = set()
 
     @property
@@ -220,14 +233,14 @@ class Follower(Agreement):
 
     def became_ready(self, task: Task, arbiter: Arbiter, shape: StageShape) -> None:
         """The choice is the leader's."""
-        self._ready.add(task)
+        self._ready[task] = None
 
     def next(self, arbiter: Arbiter) -> Next:
         """The next one decided; it was ready here before the leader could decide it."""
         if not self._decided or self._decided[0] not in self._ready:
             return None, []
         task = self._decided.popleft()
-        self._ready.remove(task)
+        del self._ready[task]
         return task, []
 
     def hear(self, note: Note, arbiter: Arbiter) -> bool:
@@ -251,6 +264,10 @@ class Follower(Agreement):
             return f"decision {len(self._heard)}, owed by member 0"
         task = self._decided[0]
         return None if task in self._ready else f"{task} here, which member 0 has decided"
+
+    def withheld(self, arbiter: Arbiter) -> Collection[Task]:
+        """All, until they are decided."""
+        return self._ready.keys()
 
 
 @final
@@ -336,10 +353,38 @@ class AllGather(Agreement):
         own = proposals[self._member]
         return f"a proposal by {_members(missing)} in round {self._round}; proposed here is {own}"
 
+    def withheld(self, arbiter: Arbiter) -> Collection[Task]:
+        """What is proposed here; before that, what would be if none were insisted on."""
+        task = self._proposals.get(self._round, {}).get(self._member) or arbiter.best()
+        return () if task is None else (task,)
+
     def _candidate(self, arbiter: Arbiter) -> Task | None:
         if self._insisted is None:
             return arbiter.best()
         return self._insisted if arbiter.may_run(self._insisted) else None
+
+
+AGREEMENTS = ("leader", "allgather")
+
+
+def make_agreement(kind: str, *, member: int, num_members: int) -> Agreement:
+    """The part of one member.
+
+    Args:
+      kind: One of `AGREEMENTS`.
+      member: From 0; this one leads, if one does.
+      num_members: Of the group.
+
+    Raises:
+      ValueError: There is no such kind.
+    """
+    if kind not in AGREEMENTS:
+        raise ValueError(f"agreement must be one of {', '.join(AGREEMENTS)}, got {kind!r}.")
+    if kind == "allgather":
+        return AllGather(member=member, num_members=num_members)
+    if member:
+        return Follower(member=member, num_members=num_members)
+    return Leader(num_members=num_members)
 
 
 def _most_proposed(proposals: dict[int, Task]) -> Task:
@@ -347,15 +392,6 @@ def _most_proposed(proposals: dict[int, Task]) -> Task:
     counts = Counter(proposals.values())
     lowest = min(proposals, key=lambda member: (-counts[proposals[member]], member))
     return proposals[lowest]
-
-
-def _bundle_of(task: Task, shape: StageShape) -> tuple[Payload, int] | None:
-    """The bundle that makes a task ready; None where that is a task of the same stage."""
-    if task.kind is Kind.F:
-        return (Payload.ACTIVATION, task.microbatch) if shape.needs_activation else None
-    if task.kind is shape.kinds[1] and shape.needs_gradient:
-        return Payload.GRADIENT, task.microbatch
-    return None
 
 
 def _members(members: set[int]) -> str:

@@ -1,14 +1,15 @@
 """The dispatcher's state machine: one for each stage and step.
 
 Theory of operation. Events go in, instructions come out; nothing else changes the
-state, and time is an argument. The state is in four parts, each with one job:
+state, and time is an argument. The state is in five parts, each with one job:
 
     Readiness   what has arrived, so which tasks have what they need
     Admission   which microbatches may enter within the byte budget
     Arbiter     of the tasks that are ready and may run, which is next
     Ledger      when everything happened, and what is in flight
+    IdleTime    why nothing is, while nothing is
 
-and, where a stage lies in several processes, a fifth between the tasks that are ready here
+and, where a stage lies in several processes, a sixth between the tasks that are ready here
 and the Arbiter: their Agreement (see `rrfp_jax.dispatch.agreement`).
 
 An event changes Readiness, and the tasks that it makes ready go to the Arbiter. Then,
@@ -45,6 +46,7 @@ from rrfp_jax.dispatch.events import (
     TransferFailed,
 )
 from rrfp_jax.dispatch.guard import Guard, Phase
+from rrfp_jax.dispatch.idle import BundleKey, IdleCause, IdleTime, Wait
 from rrfp_jax.dispatch.instructions import Fail, Finish, Instruction, Launch, Release, Send, Tell
 from rrfp_jax.dispatch.ledger import Ledger, TaskTimes
 from rrfp_jax.dispatch.readiness import Readiness
@@ -117,7 +119,17 @@ class StageCore:
             self._report,
             is_shared=self._agreement.num_members > 1,
         )
+        self._idle = IdleTime(
+            shape,
+            self._readiness,
+            self._admission,
+            self._ledger,
+            self._arbiter,
+            self._agreement,
+            deterministic=deterministic,
+        )
         self._phase = Phase.WAITING
+        self._started_ns = _BEFORE_ALL_NS
         self._now_ns = self._heard_ns = _BEFORE_ALL_NS
         self._duplicates = 0
 
@@ -140,6 +152,26 @@ class StageCore:
     def times(self) -> Mapping[Task, TaskTimes]:
         """The times of finished tasks, in the order of finishing."""
         return self._ledger.times
+
+    @property
+    def started_ns(self) -> int:
+        """When the step began here."""
+        return self._started_ns
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """When and why the device was idle; with the times of tasks it fills the stage's time."""
+        return self._idle.waits
+
+    @property
+    def idle_cause(self) -> IdleCause | None:
+        """Why the device is idle now; None while it is not, and when all is done."""
+        return self._idle.cause
+
+    @property
+    def microbatch_bytes(self) -> Sequence[int]:
+        """For each microbatch, what it holds from its F to its release."""
+        return self._admission.microbatch_bytes
 
     @property
     def peak_held_bytes(self) -> int:
@@ -171,12 +203,16 @@ class StageCore:
             f"stage {self._shape.stage}: step {self._phase.value}, {self._report.describe(now_ns)}"
         )
 
-    def handle(self, event: Event, now_ns: int) -> list[Instruction]:
+    def handle(
+        self, event: Event, now_ns: int, happened_ns: int | None = None
+    ) -> list[Instruction]:
         """Takes one event. The only method that changes anything.
 
         Args:
           event: What happened.
-          now_ns: When, on a clock that never goes back.
+          now_ns: The time, on a clock that never goes back.
+          happened_ns: When it happened, where the driver has come to it only now: what it has
+            waited for that counts as the host's time. None for now.
 
         Returns:
           What to do, in this order.
@@ -187,57 +223,64 @@ class StageCore:
         """
         if self._phase is Phase.FAILED:
             return []
-        self._guard.check_time(event, self._now_ns, now_ns)
+        at_ns = now_ns if happened_ns is None else happened_ns
+        self._guard.check_time(event, self._now_ns, now_ns, at_ns)
         try:
             match event:
                 case InputArrived():
-                    return self._input_arrived(event, now_ns)
+                    return self._input_arrived(event, now_ns, at_ns)
                 case KernelFinished():
-                    return self._kernel_finished(event, now_ns)
+                    return self._kernel_finished(event, now_ns, at_ns)
                 case StepStarted():
-                    return self._step_started(event, now_ns)
+                    return self._step_started(event, now_ns, at_ns)
                 case TransferFailed():
                     return self._transfer_failed(event, now_ns)
                 case Heard():
-                    return self._other_heard(event, now_ns)
+                    return self._other_heard(event, now_ns, at_ns)
                 case Tick():
                     return self._tick(now_ns)
         except HintError:
             self._phase = Phase.FAILED
             raise
 
-    def _step_started(self, event: StepStarted, now_ns: int) -> list[Instruction]:
+    def _step_started(self, event: StepStarted, now_ns: int, at_ns: int) -> list[Instruction]:
         self._guard.check_start(event, self._phase)
         self._phase = Phase.RUNNING
         self._heard(now_ns)
-        self._became_ready(self._readiness.start(), now_ns)
-        return self._launches(now_ns)
+        self._started_ns = at_ns
+        self._idle.start(at_ns)
+        self._became_ready(self._readiness.start(), at_ns)
+        return self._launches(now_ns, at_ns)
 
-    def _input_arrived(self, event: InputArrived, now_ns: int) -> list[Instruction]:
+    def _input_arrived(self, event: InputArrived, now_ns: int, at_ns: int) -> list[Instruction]:
         payload, microbatch = event.payload, event.microbatch
         self._guard.check_input(event, self._phase, now_ns)
         if self._readiness.has_arrived(payload, microbatch):
             self._duplicates += 1
             return []
         self._heard(now_ns)
-        self._ledger.arrived(payload, microbatch, now_ns)
-        self._became_ready(self._readiness.arrive(payload, microbatch), now_ns)
+        self._ledger.arrived(payload, microbatch, at_ns)
+        self._became_ready(self._readiness.arrive(payload, microbatch), at_ns)
         told = self._agreement.arrived(payload, microbatch)
-        return [*(Tell(note=note) for note in told), *self._launches(now_ns)]
+        launches = self._launches(now_ns, at_ns, (payload, microbatch))
+        return [*(Tell(note=note) for note in told), *launches]
 
-    def _other_heard(self, event: Heard, now_ns: int) -> list[Instruction]:
+    def _other_heard(self, event: Heard, now_ns: int, at_ns: int) -> list[Instruction]:
         self._guard.check_heard(event, self._phase)
         if self._phase is Phase.FINISHED or not self._agreement.hear(event.note, self._arbiter):
             self._duplicates += 1
             return []
         self._heard(now_ns)
-        return self._launches(now_ns)
+        return self._launches(now_ns, at_ns)
 
-    def _kernel_finished(self, event: KernelFinished, now_ns: int) -> list[Instruction]:
+    def _kernel_finished(self, event: KernelFinished, now_ns: int, at_ns: int) -> list[Instruction]:
         task = event.task
         self._guard.check_finished(event, task, now_ns)
         self._heard(now_ns)
-        self._ledger.finished(now_ns)
+        times = self._ledger.finished(
+            at_ns, launched_ns=event.launched_ns, needed=self._shape.input(task.kind)
+        )
+        self._idle.ran(times.started_ns, at_ns)
         instructions: list[Instruction] = []
         payload = self._shape.output(task.kind)
         if payload is not None:
@@ -245,11 +288,10 @@ class StageCore:
         if task.kind is self._shape.last_kind:
             self._admission.release(task.microbatch)
             instructions.append(Release(microbatch=task.microbatch))
-        instructions += self._launches(now_ns)
         if len(self._ledger.times) == self._num_tasks:
             self._phase = Phase.FINISHED
-            instructions.append(Finish())
-        return instructions
+            return [*instructions, Finish()]
+        return [*instructions, *self._launches(now_ns, at_ns)]
 
     def _transfer_failed(self, event: TransferFailed, now_ns: int) -> list[Instruction]:
         payload, microbatch = event.payload, event.microbatch
@@ -286,13 +328,15 @@ class StageCore:
     def _heard(self, now_ns: int) -> None:
         self._now_ns = self._heard_ns = now_ns
 
-    def _became_ready(self, tasks: Sequence[Task], now_ns: int) -> None:
+    def _became_ready(self, tasks: Sequence[Task], at_ns: int) -> None:
         for task in tasks:
-            self._ledger.became_ready(task, now_ns)
+            self._ledger.became_ready(task, at_ns)
             self._agreement.became_ready(task, self._arbiter, self._shape)
 
-    def _launches(self, now_ns: int) -> list[Instruction]:
-        """Fills the places in the device's queue."""
+    def _launches(
+        self, now_ns: int, at_ns: int, bundle: BundleKey | None = None
+    ) -> list[Instruction]:
+        """Fills the places in the device's queue, after what happened and what came with it."""
         instructions: list[Instruction] = []
         while len(self._ledger.in_flight) < self._most_in_flight:
             task, told = self._agreement.next(self._arbiter)
@@ -304,4 +348,5 @@ class StageCore:
             self._ledger.launched(task, now_ns)
             instructions.append(Launch(task=task))
             self._became_ready(self._readiness.launch(task), now_ns)
+        self._idle.happened(at_ns, bundle)
         return instructions

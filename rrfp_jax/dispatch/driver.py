@@ -5,7 +5,12 @@ the core and carries out the instructions: it launches kernels (asynchronously),
 bundles to the transport, and owns all arrays of the stage. Its *waiter* blocks on the
 results of the kernels in launch order and posts their completions. Arrivals are posted
 by the transport's thread. Nothing polls: a dispatcher wakes for an event, or for the
-tick that lets the core notice a stall.
+tick that lets the core notice a stall. Each event carries the time at which it was posted,
+so that the core can tell what it waited for the dispatcher.
+
+Variability is injected here and in the transports: no kernel is slowed down, but its
+completion is posted for as late as a `VariabilityModel` says, and so is an arrival; the stage
+counts as busy until then.
 
 All threads live for one step. A step that fails leaves nothing behind: the first
 failure stops every thread, and the error carries the report of every stage.
@@ -21,13 +26,12 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import jax
 
 from rrfp_jax.dispatch.core import StageCore
-from rrfp_jax.dispatch.delays import Delays
 from rrfp_jax.dispatch.events import (
     Event,
     Heard,
@@ -38,11 +42,14 @@ from rrfp_jax.dispatch.events import (
     TransferFailed,
 )
 from rrfp_jax.dispatch.execution import StageExecution
+from rrfp_jax.dispatch.idle import BundleKey
+from rrfp_jax.dispatch.inbox import Inbox
 from rrfp_jax.dispatch.instructions import Fail, Finish, Launch, Release, Send, Tell
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.notes import Note
 from rrfp_jax.dispatch.transport import Mailbox, Transport
 from rrfp_jax.task import Payload, Task
+from rrfp_jax.variability.model import VariabilityModel
 
 # How often an idle dispatcher lets its core look at the clock.
 _TICK_S = 0.5
@@ -56,11 +63,19 @@ class StepFailedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageJob:
-    """One stage group's part of a step, in this process."""
+    """One stage group's part of a step, in this process.
+
+    Attributes:
+      replica: Of the group.
+      core: New.
+      execution: Of the same step.
+      sent_ns: Filled by `run_step`: when each bundle was handed to the transport.
+    """
 
     replica: int = 0
     core: StageCore
     execution: StageExecution
+    sent_ns: dict[BundleKey, int] = field(default_factory=dict)
 
 
 class _Stop:
@@ -69,6 +84,8 @@ class _Stop:
 
 _STOP = _Stop()
 _Item: TypeAlias = "Event | Bundle | BaseException | _Stop"
+# A task, when its launch began, and one of its results.
+_Launched: TypeAlias = "tuple[Task, int, jax.Array]"
 # Who is done or has failed, in words, and the error if it has.
 _Outcome: TypeAlias = "tuple[str, BaseException | None]"
 
@@ -76,7 +93,7 @@ _Outcome: TypeAlias = "tuple[str, BaseException | None]"
 def run_step(
     jobs: Sequence[StageJob],
     transport: Transport,
-    delays: Delays,
+    variability: VariabilityModel,
     *,
     step: int,
     stall_timeout_s: float,
@@ -86,8 +103,8 @@ def run_step(
     Args:
       jobs: Replica by replica, first stage to last.
       transport: Closed; opened for this step.
-      delays: What variability to inject.
-      step: For messages and delays.
+      variability: How late completions and arrivals are to be reported.
+      step: For messages and `variability`.
       stall_timeout_s: How long a launch may take.
 
     Raises:
@@ -95,7 +112,7 @@ def run_step(
         are not to be used again.
     """
     outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-    threads = [_StageThreads(job, transport, delays, step, outcomes) for job in jobs]
+    threads = [_StageThreads(job, transport, variability, step, outcomes) for job in jobs]
     by_place = {stage.place: stage for stage in threads}
 
     def deliver(bundle: Bundle) -> None:
@@ -112,7 +129,8 @@ def run_step(
     def abort(error: BaseException) -> None:
         outcomes.put(("another process", error))
 
-    transport.open(step, Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort))
+    mailbox = Mailbox(deliver=deliver, lose=lose, hear=hear, abort=abort)
+    transport.open(step, mailbox, variability)
     try:
         for stage in threads:
             stage.start()
@@ -162,21 +180,22 @@ class _StageThreads:
         self,
         job: StageJob,
         transport: Transport,
-        delays: Delays,
+        variability: VariabilityModel,
         step: int,
         outcomes: queue.SimpleQueue[_Outcome],
     ) -> None:
         self._core = job.core
         self._execution = job.execution
+        self._sent_ns = job.sent_ns
         self._replica, self._stage = job.replica, job.core.shape.stage
         self._transport = transport
-        self._delays = delays
+        self._variability = variability
         self._step = step
         self._outcomes = outcomes
-        self._events: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._inbox: Inbox[_Item] = Inbox()
         # Before anything that another stage or process may have to say.
-        self._events.put(StepStarted())
-        self._launched: queue.SimpleQueue[tuple[Task, jax.Array] | _Stop] = queue.SimpleQueue()
+        self.post(StepStarted())
+        self._launched: queue.SimpleQueue[_Launched | _Stop] = queue.SimpleQueue()
         self._launching: tuple[Task, int] | None = None
         self._stopped = threading.Event()
         self._threads = [
@@ -203,7 +222,7 @@ class _StageThreads:
 
     def post(self, item: _Item) -> None:
         """Queues an event for the dispatcher, from any thread."""
-        self._events.put(item)
+        self._inbox.post(item)
 
     @property
     def launching(self) -> tuple[Task | None, float]:
@@ -217,7 +236,7 @@ class _StageThreads:
     def stop(self) -> None:
         """Tells both threads to end, whatever they wait for."""
         self._stopped.set()
-        self._events.put(_STOP)
+        self.post(_STOP)
         self._launched.put(_STOP)
 
     def join(self, deadline_s: float) -> None:
@@ -233,21 +252,18 @@ class _StageThreads:
     def _dispatch(self) -> None:
         try:
             while True:
-                try:
-                    item = self._events.get(timeout=_TICK_S)
-                except queue.Empty:
-                    item = Tick()
+                posted_ns, item = self._inbox.next(_TICK_S) or (time.monotonic_ns(), Tick())
                 if isinstance(item, _Stop):
                     return
                 if isinstance(item, BaseException):
                     raise item
-                if self._handle(item):
+                if self._handle(item, posted_ns):
                     self._outcomes.put((self.name, None))
                     return
         except BaseException as error:  # every failure ends the step, SystemExit of a hint too
             self._outcomes.put((self.name, error))
 
-    def _handle(self, item: Event | Bundle) -> bool:
+    def _handle(self, item: Event | Bundle, posted_ns: int) -> bool:
         """Feeds one event to the core and obeys. Returns whether the stage is done."""
         if isinstance(item, Bundle):
             self._execution.receive(item.payload, item.microbatch, item.arrays)
@@ -255,13 +271,14 @@ class _StageThreads:
         else:
             event = item
         done = False
-        for instruction in self._core.handle(event, time.monotonic_ns()):
+        for instruction in self._core.handle(event, time.monotonic_ns(), posted_ns):
             if self._stopped.is_set():  # what it sent now would reach the next step
                 return False
             match instruction:
                 case Launch(task=task):
                     self._launch(task)
                 case Send(payload=payload, microbatch=microbatch):
+                    self._sent_ns[payload, microbatch] = time.monotonic_ns()
                     self._transport.send(self._bundle(payload, microbatch))
                 case Tell(note=note):
                     self._transport.tell(self._replica, self._stage, note)
@@ -274,8 +291,9 @@ class _StageThreads:
         return done
 
     def _launch(self, task: Task) -> None:
-        self._launching = task, time.monotonic_ns()
-        self._launched.put((task, self._execution.launch(task)))
+        launched_ns = time.monotonic_ns()
+        self._launching = task, launched_ns
+        self._launched.put((task, launched_ns, self._execution.launch(task)))
         self._launching = None
 
     def _bundle(self, payload: Payload, microbatch: int) -> Bundle:
@@ -297,16 +315,17 @@ class _StageThreads:
             self.post(error)
 
     def _report_completions(self) -> None:
-        # The stage is emulated as one device: a late completion makes all later ones late.
-        free_ns = 0
+        # The stage is one device, which runs one task after another: what makes a completion
+        # late makes all later ones late, though their kernels may have ended long since.
+        ended_ns = due_ns = 0
         while not isinstance(launched := self._launched.get(), _Stop):
-            task, result = launched
+            task, launched_ns, result = launched
             try:
                 result.block_until_ready()
             except Exception as error:
                 raise RuntimeError(f"{task} failed: {type(error).__name__}: {error}") from error
-            if delay_ns := self._delays.compute_ns(self._step, task):
-                free_ns = max(free_ns, time.monotonic_ns()) + delay_ns
-                if self._stopped.wait(max(0, free_ns - time.monotonic_ns()) / 1e9):
-                    return
-            self.post(KernelFinished(task=task))
+            started_ns, ended_ns = max(launched_ns, ended_ns), time.monotonic_ns()
+            due_ns = max(launched_ns, due_ns) + self._variability.compute_ns(
+                self._step, task, own_ns=ended_ns - started_ns, replica=self._replica
+            )
+            self._inbox.post(KernelFinished(task=task, launched_ns=launched_ns), due_ns)

@@ -30,9 +30,15 @@ class InputArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFinished:
-    """A launched task is done and its results are there."""
+    """A launched task is done and its results are there.
+
+    Attributes:
+      task: The first of those in flight.
+      launched_ns: When the driver put it on the device's queue; None if that was at once.
+    """
 
     task: Task
+    launched_ns: int | None = None
 
     def __str__(self) -> str:
         return f"KernelFinished({self.task})"

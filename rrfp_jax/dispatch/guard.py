@@ -50,10 +50,12 @@ class Guard:
         self._report = report
         self._is_shared = is_shared
 
-    def check_time(self, event: Event, last_ns: int, now_ns: int) -> None:
-        """Refuses what comes before what has been."""
+    def check_time(self, event: Event, last_ns: int, now_ns: int, happened_ns: int) -> None:
+        """Refuses what comes before what has been, or before it has happened."""
         if now_ns < last_ns:
             self._refuse(event, f"time went back from {last_ns} ns to {now_ns} ns")
+        if happened_ns > now_ns:
+            self._refuse(event, f"it is {now_ns} ns and it happened at {happened_ns} ns")
 
     def check_start(self, event: Event, phase: Phase) -> None:
         """Refuses a second start."""

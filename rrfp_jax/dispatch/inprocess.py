@@ -11,10 +11,10 @@ from typing import final
 
 import jax
 
-from rrfp_jax.dispatch.delays import Delays, no_delays
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.notes import Note
 from rrfp_jax.dispatch.transport import Layout, Mailbox, Transport
+from rrfp_jax.variability.model import VariabilityModel
 
 # How long `close` waits for a copy that is under way.
 _CLOSE_TIMEOUT_S = 3.0
@@ -26,17 +26,16 @@ class InprocessTransport(Transport):
 
     One thread is enough: sources are complete when they are sent, so a copy never
     waits for a kernel. Bundles leave in the order of their due times, which is the
-    order of sending unless delays are injected; with delays they overtake each other
+    order of sending unless arrivals are made late; then they overtake each other
     as they would on a network.
 
     Args:
       layout: Where arrays lie on their targets.
-      delays: Variability to inject.
     """
 
-    def __init__(self, layout: Layout, delays: Delays | None = None) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._delays = delays or no_delays()
+        self._variability = VariabilityModel()
         self._wake = threading.Condition()
         self._due: list[tuple[int, int, Bundle]] = []
         self._tickets = itertools.count()
@@ -44,11 +43,11 @@ class InprocessTransport(Transport):
         self._step = 0
         self._thread: threading.Thread | None = None
 
-    def open(self, step: int, mailbox: Mailbox) -> None:
+    def open(self, step: int, mailbox: Mailbox, variability: VariabilityModel) -> None:
         """Starts the thread of a step."""
         if self._open:
             raise RuntimeError("a step is under way on this pipeline; run steps one after another.")
-        self._open, self._step = True, step
+        self._open, self._step, self._variability = True, step, variability
         self._thread = threading.Thread(
             target=self._carry, args=(mailbox,), name="rrfp-transport", daemon=True
         )
@@ -56,8 +55,8 @@ class InprocessTransport(Transport):
 
     def send(self, bundle: Bundle) -> None:
         """Queues a bundle for the thread; between two steps it belongs to one that is over."""
-        delay_ns = self._delays.transfer_ns(
-            self._step, bundle.payload, bundle.source, bundle.microbatch
+        delay_ns = self._variability.transfer_ns(
+            self._step, bundle.payload, bundle.source, bundle.microbatch, replica=bundle.replica
         )
         due_ns = time.monotonic_ns() + delay_ns if delay_ns else 0
         with self._wake:

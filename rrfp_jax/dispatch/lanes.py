@@ -134,8 +134,7 @@ class AdmissionLane(Lane):
 
     def may_run(self, microbatch: int) -> bool:
         """Whether it is here and fits, or is the oldest."""
-        fits = self._admission.has_room(self._admission.bytes_of(microbatch))
-        return microbatch in self._waiting and (fits or microbatch == self._admission.oldest)
+        return microbatch in self._waiting and self._admission.fits(microbatch)
 
     def remove(self, microbatch: int) -> None:
         """Takes out an entry, wherever it is in its heap."""

@@ -16,13 +16,17 @@ class TaskTimes:
     """The life of one finished task, in nanoseconds of the driver's clock.
 
     Attributes:
+      arrived_ns: What it needs from a neighbour came; None where it needs nothing.
       ready_ns: Everything that it needed was there.
+      chosen_ns: It was picked of those that were ready.
       launched_ns: It was put behind those launched before.
       started_ns: It was launched and its predecessors on the device had finished.
       finished_ns: Its results were there.
     """
 
+    arrived_ns: int | None
     ready_ns: int
+    chosen_ns: int
     launched_ns: int
     started_ns: int
     finished_ns: int
@@ -64,7 +68,7 @@ class Ledger:
 
     @property
     def launched_ns(self) -> Mapping[Task, int]:
-        """When each task was launched."""
+        """When each task was chosen, and its launch told to the driver."""
         return self._launched
 
     def num_finished(self, kind: Kind) -> int:
@@ -85,21 +89,32 @@ class Ledger:
         self._ready[task] = now_ns
 
     def launched(self, task: Task, now_ns: int) -> None:
-        """A task was put on the device's queue."""
+        """A task was chosen for the device's queue."""
         self._launched[task] = now_ns
         self._in_flight.append(task)
 
-    def finished(self, now_ns: int) -> None:
-        """The first task in flight is done."""
+    def finished(self, at_ns: int, *, launched_ns: int | None, needed: Payload | None) -> TaskTimes:
+        """The first task in flight is done.
+
+        Args:
+          at_ns: When it was.
+          launched_ns: When the driver had launched it; None for when it was chosen.
+          needed: What came for it from a neighbour, if anything.
+        """
         task = self._in_flight.popleft()
-        launched_ns = self._launched[task]
+        chosen_ns = self._launched[task]
+        launched_ns = chosen_ns if launched_ns is None else launched_ns
         started_ns = max(launched_ns, self._last_finished_ns)
-        self._last_finished_ns = now_ns
+        self._last_finished_ns = at_ns
         self._num_finished[task.kind] += 1
-        self._busy_ns[task.kind] += now_ns - started_ns
-        self._times[task] = TaskTimes(
+        self._busy_ns[task.kind] += at_ns - started_ns
+        times = TaskTimes(
+            arrived_ns=None if needed is None else self._arrived[needed, task.microbatch],
             ready_ns=self._ready[task],
+            chosen_ns=chosen_ns,
             launched_ns=launched_ns,
             started_ns=started_ns,
-            finished_ns=now_ns,
+            finished_ns=at_ns,
         )
+        self._times[task] = times
+        return times

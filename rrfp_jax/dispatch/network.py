@@ -34,7 +34,6 @@ from typing import Any, TypeAlias, final
 import jax
 import msgspec
 
-from rrfp_jax.dispatch.delays import Delays
 from rrfp_jax.dispatch.inprocess import InprocessTransport
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.notes import Note
@@ -46,6 +45,7 @@ from rrfp_jax.job.errors import JobError
 from rrfp_jax.job.post import Post
 from rrfp_jax.task import Payload
 from rrfp_jax.topology import Topology
+from rrfp_jax.variability.model import VariabilityModel
 
 _log = logging.getLogger("rrfp_jax")
 
@@ -92,15 +92,14 @@ class NetworkTransport(Transport):
       post: Open. Every process makes its transport before the first step of any.
       topology: Which devices run which stage.
       layout: Where arrays lie that cross between stages.
-      delays: Variability to inject, on arrival.
     """
 
-    def __init__(self, post: Post, topology: Topology, layout: Layout, delays: Delays) -> None:
+    def __init__(self, post: Post, topology: Topology, layout: Layout) -> None:
         self._post = post
         self._topology = topology
         self._layout = layout
-        self._delays = delays
-        self._inside = InprocessTransport(layout, delays)
+        self._variability = VariabilityModel()
+        self._inside = InprocessTransport(layout)
         self._routes: dict[tuple[Any, ...], Route] = {}
         self._lock = threading.Lock()
         self._epoch = 0
@@ -117,13 +116,13 @@ class NetworkTransport(Transport):
             "note", lambda _, header, data: self._receive(read_note(header), data)
         )
 
-    def open(self, step: int, mailbox: Mailbox) -> None:
+    def open(self, step: int, mailbox: Mailbox, variability: VariabilityModel) -> None:
         """Begins an epoch, and the threads of a step."""
-        self._inside.open(step, mailbox)
+        self._inside.open(step, mailbox, variability)
         self._outgoing, self._incoming = queue.SimpleQueue(), queue.SimpleQueue()
         with self._lock:
             self._epoch += 1
-            self._step, self._mailbox = step, mailbox
+            self._step, self._mailbox, self._variability = step, mailbox, variability
             # Under the lock, so that what comes meanwhile stays behind what came before.
             early, self._early = self._early, []
             for header, data in early:
@@ -258,8 +257,8 @@ class NetworkTransport(Transport):
 
     def due_ns(self, bundle: Bundle) -> int:
         """When a bundle that is here is to be delivered; 0 for at once."""
-        delay_ns = self._delays.transfer_ns(
-            self._step, bundle.payload, bundle.source, bundle.microbatch
+        delay_ns = self._variability.transfer_ns(
+            self._step, bundle.payload, bundle.source, bundle.microbatch, replica=bundle.replica
         )
         return time.monotonic_ns() + delay_ns if delay_ns else 0
 

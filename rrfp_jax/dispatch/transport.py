@@ -10,6 +10,7 @@ import jax
 
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.notes import Note
+from rrfp_jax.variability.model import VariabilityModel
 
 # From ``(replica, stage, shape)`` to where an array of that shape lies that crosses into the
 # stage or out of it.
@@ -44,14 +45,15 @@ class Transport(abc.ABC):
     """
 
     @abc.abstractmethod
-    def open(self, step: int, mailbox: Mailbox) -> None:
+    def open(self, step: int, mailbox: Mailbox, variability: VariabilityModel) -> None:
         """Starts a step.
 
         Args:
-          step: For delays and messages to people. Several runs may have the same number
+          step: For `variability` and messages to people. Several runs may have the same number
             (an evaluation, a step that is tried again): what belongs to another one is
             not delivered.
           mailbox: Where to put what comes.
+          variability: How late it is to come.
         """
 
     @abc.abstractmethod

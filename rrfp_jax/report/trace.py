@@ -1,10 +1,10 @@
-"""When each task was ready, launched, started and finished: as JSON lines and for Perfetto.
+"""When each task was ready, chosen, launched, started, finished: JSON lines, and for Perfetto.
 
-``trace/stage<k>.jsonl`` holds one object per task, in the order of finishing; with several
-replicas it is ``trace/replica<r>.stage<k>.jsonl``. A stage group that lies in several
-processes has a file from each: the first process's under that name, the others' with
-``.member<m>`` behind it. ``trace/trace.perfetto.json`` holds the last traced steps of all
-stages in the Chrome trace event format, which https://ui.perfetto.dev opens.
+``trace/stage<k>.jsonl`` holds one object per task, in the order of finishing, and
+``trace/idle.stage<k>.jsonl`` one per step: why and when the stage was idle. With several
+replicas it is ``replica<r>.stage<k>``. A stage group that lies in several processes has files
+from each: the first process's under that name, the others' with ``.member<m>`` behind it.
+``trace/trace.perfetto.json`` holds the last traced steps of all stages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TextIO, final
 
-from rrfp_jax.report.clocks import clock_offset_ns
+from rrfp_jax.report import perfetto
+from rrfp_jax.report.clocks import CommonClock
+from rrfp_jax.report.rows import Span, idle_row, task_rows
 from rrfp_jax.step.meeting import Meeting
-from rrfp_jax.task import Task
+from rrfp_jax.step.values import GroupRecord
 from rrfp_jax.topology import StageGroup, Topology
 from rrfp_jax.training.metrics import go_on_after
 from rrfp_jax.training.observer import Observer, StepRecord
@@ -46,36 +48,36 @@ class TraceFiles(Observer):
         self._topology = topology
         self._meeting = meeting
         self._every = every
-        self._origin_ns: int | None = None
+        self._clock = CommonClock(meeting)
+        self._first_ns: int | None = None  # of all traced steps, on the clock of process 0
         self._recent: deque[list[dict[str, Any]]] = deque(maxlen=PERFETTO_STEPS)
-        paths = {(g.replica, g.stage): folder / self._name(g) for g in topology.local_groups}
-        for path in paths.values():
-            go_on_after(path, step)
-        self._files = {place: path.open("a", encoding="utf-8") for place, path in paths.items()}
+        self._files: dict[tuple[int, int], tuple[TextIO, TextIO]] = {}
+        for group in topology.local_groups:
+            paths = [folder / f"{prefix}{self._name(group)}" for prefix in ("", "idle.")]
+            for path in paths:
+                go_on_after(path, step)
+            tasks, idle = (path.open("a", encoding="utf-8") for path in paths)
+            self._files[group.replica, group.stage] = tasks, idle
 
     def stepped(self, record: StepRecord) -> None:
-        """Writes the step's tasks, if it is one that is traced."""
+        """Writes the step, if it is one that is traced."""
         metrics = record.metrics
         if (metrics.step - 1) % self._every:
             return
-        if self._origin_ns is None:
-            self._origin_ns = self._common_origin_ns(record)
-        events = []
-        for task, times in metrics.times.items():
-            replica = task.microbatch * self._topology.num_replicas // metrics.num_microbatches
-            row = {
-                "step": metrics.step,
-                "task": str(task),
-                "ready_ns": times.ready_ns - self._origin_ns,
-                "launched_ns": times.launched_ns - self._origin_ns,
-                "started_ns": times.started_ns - self._origin_ns,
-                "finished_ns": times.finished_ns - self._origin_ns,
-            }
-            self._files[replica, task.stage].write(json.dumps(row) + "\n")
-            if self._member(self._topology.group(replica, task.stage)) == 0:
-                events.append(_perfetto_event(replica, task, row))
-        for file in self._files.values():
-            file.flush()  # a run that is killed leaves what it has traced
+        span, origin_ns = self._span(metrics.groups)
+        events: list[dict[str, Any]] = []
+        for each in metrics.groups:
+            group = each.group
+            tasks, idle = self._files[group.replica, group.stage]
+            rows = list(task_rows(metrics.step, each, origin_ns))
+            row = idle_row(metrics.step, each, span, origin_ns, step_time_s=metrics.step_time_s)
+            tasks.writelines(json.dumps(task) + "\n" for task in rows)
+            idle.write(json.dumps(row) + "\n")
+            if self._member(group) == 0:
+                events += [perfetto.task_event(group, task) for task in rows]
+                events += perfetto.idle_events(group, row)
+            for file in (tasks, idle):
+                file.flush()  # a run that is killed leaves what it has traced
         self._recent.append(events)
 
     def __exit__(
@@ -86,15 +88,29 @@ class TraceFiles(Observer):
     ) -> None:
         """Closes all; process 0 writes the Perfetto file, with what the others have traced."""
         # Closed first: a disk without room for the rest still keeps these.
-        for file in self._files.values():
-            file.close()
+        for files in self._files.values():
+            for file in files:
+                file.close()
         events = [event for step in self._recent for event in step]
         if error is None:
             told = self._meeting.gather("the trace", json.dumps(events))
             events = [event for each in told for event in json.loads(each)]
         if self._meeting.process_index == 0:
-            text = json.dumps({"traceEvents": [*self._names(), *events]})
+            names = perfetto.names(self._topology.groups)
+            text = json.dumps({"traceEvents": [*names, *events]})
             self._perfetto.write_text(text, encoding="utf-8")
+
+    def _span(self, records: tuple[GroupRecord, ...]) -> tuple[Span, int]:
+        """When the step's tasks ran, and when those of the first traced one began."""
+        offset_ns = self._clock.offset_ns()
+        own = [[each.started_ns + offset_ns, each.finished_ns + offset_ns] for each in records]
+        gathered: list[list[list[int]]] = self._meeting.gather("when the step ran", own)
+        told = [times for each in gathered for times in each]
+        started_ns, ended_ns = min(start for start, _ in told), max(end for _, end in told)
+        if self._first_ns is None:
+            self._first_ns = started_ns
+        span = Span(started_ns=started_ns - offset_ns, ended_ns=ended_ns - offset_ns)
+        return span, self._first_ns - offset_ns
 
     def _member(self, group: StageGroup) -> int:
         return group.processes.index(self._meeting.process_index)
@@ -103,40 +119,3 @@ class TraceFiles(Observer):
         replica = f"replica{group.replica}." if self._topology.num_replicas > 1 else ""
         member = self._member(group)
         return f"{replica}stage{group.stage}{f'.member{member}' if member else ''}.jsonl"
-
-    def _common_origin_ns(self, record: StepRecord) -> int:
-        """When the first traced task of all became ready, on this process's clock."""
-        offset_ns = clock_offset_ns(self._meeting)
-        first_ns = min(times.ready_ns for times in record.metrics.times.values())
-        told: list[int] = self._meeting.gather("the trace's origin", first_ns + offset_ns)
-        return min(told) - offset_ns
-
-    def _names(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": "thread_name",
-                "ph": "M",
-                "pid": group.replica,
-                "tid": group.stage,
-                "args": {"name": str(group)},
-            }
-            for group in self._topology.groups
-        ]
-
-
-def _perfetto_event(replica: int, task: Task, row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": str(task),
-        "cat": task.kind.value,
-        "ph": "X",
-        "pid": replica,
-        "tid": task.stage,
-        "ts": row["started_ns"] / 1e3,
-        "dur": (row["finished_ns"] - row["started_ns"]) / 1e3,
-        "args": {
-            "step": row["step"],
-            "microbatch": task.microbatch,
-            "ready_us": row["ready_ns"] / 1e3,
-            "launched_us": row["launched_ns"] / 1e3,
-        },
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.hints import Hint, OrderHint, checked_order
 from rrfp_jax.sim.clock import simulate
 from rrfp_jax.task import Kind, StageShape, Task
@@ -13,6 +14,26 @@ from rrfp_jax.task import Kind, StageShape, Task
 def one_f_one_b_microbatches(shape: StageShape, num_microbatches: int) -> int:
     """How many microbatches 1F1B holds at a stage: what budgets are multiples of."""
     return min(shape.num_stages - shape.stage, num_microbatches)
+
+
+def stage_budgets(
+    budget: ActivationBudget,
+    shapes: Sequence[StageShape],
+    num_microbatches: int,
+    largest_bytes: Sequence[int],
+) -> tuple[int, ...]:
+    """For each stage, the bytes that admitted microbatches may hold.
+
+    Args:
+      budget: Bytes, or a multiple of what 1F1B holds in the stage's largest bucket.
+      shapes: First stage to last.
+      num_microbatches: Microbatches of the step.
+      largest_bytes: For each stage, what a microbatch of the largest bucket holds.
+    """
+    return tuple(
+        budget.bytes_for(one_f_one_b_microbatches(shape, num_microbatches) * largest)
+        for shape, largest in zip(shapes, largest_bytes, strict=True)
+    )
 
 
 def fixed_orders(

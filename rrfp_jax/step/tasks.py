@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.dispatch.agreement import Agreement, Alone
-from rrfp_jax.dispatch.core import StageCore, TaskTimes
-from rrfp_jax.dispatch.delays import Delays
+from rrfp_jax.dispatch.core import StageCore
 from rrfp_jax.dispatch.driver import StageJob, StepFailedError, run_step
 from rrfp_jax.dispatch.execution import StageExecution
 from rrfp_jax.dispatch.transport import Transport
@@ -23,9 +22,9 @@ from rrfp_jax.stages.compile import GroupKernels, Programs
 from rrfp_jax.stages.inputs import place_fields
 from rrfp_jax.stages.plan import StagePlan
 from rrfp_jax.step.meeting import Meeting
-from rrfp_jax.step.values import PipelineState
-from rrfp_jax.task import Task
+from rrfp_jax.step.values import GroupRecord, PipelineState
 from rrfp_jax.topology import StageGroup, Topology
+from rrfp_jax.variability.model import VariabilityModel
 
 # The gradient accumulators of each stage of this process, over all its replicas.
 Accumulators = dict[int, list[jax.Array]]
@@ -39,7 +38,7 @@ class TaskResults:
       loss_sum: Over all microbatches of all replicas.
       weight: The same.
       accumulators: Of this process. Each replica has its own sums.
-      times: Of this process, by task; tasks have the number of their microbatch in the step.
+      groups: What the stage groups of this process did when.
       busy_ns: In which stage groups ran a kernel, all of them together.
       peak_held_bytes: For each stage, the most that was charged to its budget in a replica.
       peak_live_bytes: For each stage, the most that was really held, where it was measured.
@@ -48,7 +47,7 @@ class TaskResults:
     loss_sum: float
     weight: float
     accumulators: Accumulators
-    times: Mapping[Task, TaskTimes]
+    groups: tuple[GroupRecord, ...]
     busy_ns: int
     peak_held_bytes: tuple[int, ...]
     peak_live_bytes: tuple[int, ...]
@@ -70,9 +69,7 @@ class TaskRunner:
       plans: All stages, first to last.
       topology: Where they lie.
       programs: What this process has compiled.
-      schedule: In which order.
       transport: Between the stages.
-      delays: What variability to inject.
       meeting: Of the processes.
       stall_timeout_s: How long a launch may take.
       measure_memory: Whether to measure what is held.
@@ -83,9 +80,7 @@ class TaskRunner:
         plans: Sequence[StagePlan],
         topology: Topology,
         programs: Programs,
-        schedule: Schedule,
         transport: Transport,
-        delays: Delays,
         meeting: Meeting,
         *,
         stall_timeout_s: float,
@@ -94,9 +89,7 @@ class TaskRunner:
         self._plans = plans
         self._topology = topology
         self._programs = programs
-        self._schedule = schedule
         self._transport = transport
-        self._delays = delays
         self._meeting = meeting
         self._stall_timeout_s = stall_timeout_s
         self._measure_memory = measure_memory
@@ -108,6 +101,8 @@ class TaskRunner:
         buckets: Sequence[int],
         accumulators: Accumulators,
         *,
+        schedule: Schedule,
+        variability: VariabilityModel,
         training: bool,
     ) -> TaskResults:
         """Runs all tasks.
@@ -117,6 +112,9 @@ class TaskRunner:
           microbatches: Of all replicas.
           buckets: Of each microbatch.
           accumulators: Zeros, of this process; taken. Empty for an evaluation.
+          schedule: In which order.
+          variability: How late completions and arrivals are to be reported; an evaluation is
+            run as it is.
           training: Whether with gradients.
 
         Raises:
@@ -127,7 +125,7 @@ class TaskRunner:
         for replica, numbers in enumerate(_shares(len(microbatches), self._topology.num_replicas)):
             groups = [g for g in self._topology.local_groups if g.replica == replica]
             own_buckets = [buckets[number] for number in numbers]
-            cores = self._cores(groups, own_buckets, training=training)
+            cores = self._cores(groups, own_buckets, schedule, training=training)
             runs += [
                 _GroupRun(
                     group=group,
@@ -152,7 +150,7 @@ class TaskRunner:
             run_step(
                 [run.job for run in runs],
                 self._transport,
-                self._delays,
+                variability if training else VariabilityModel(),
                 step=state.step,
                 stall_timeout_s=self._stall_timeout_s,
             )
@@ -162,23 +160,28 @@ class TaskRunner:
         return self._results(runs, accumulators)
 
     def _cores(
-        self, groups: Sequence[StageGroup], buckets: Sequence[int], *, training: bool
+        self,
+        groups: Sequence[StageGroup],
+        buckets: Sequence[int],
+        schedule: Schedule,
+        *,
+        training: bool,
     ) -> dict[int, StageCore]:
         if not buckets:
             return {}
-        agreements = {group.stage: self._agreement(group) for group in groups}
+        agreements = {group.stage: self._agreement(group, schedule) for group in groups}
         if training:
             held = [[plan.held_bytes(bucket) for bucket in buckets] for plan in self._plans]
-            return self._schedule.cores(held, agreements)
+            return schedule.cores(held, agreements)
         shapes = [plan.evaluation_shape for plan in self._plans]
-        return self._schedule.evaluation_cores(shapes, len(buckets), agreements)
+        return schedule.evaluation_cores(shapes, len(buckets), agreements)
 
-    def _agreement(self, group: StageGroup) -> Agreement:
+    def _agreement(self, group: StageGroup, schedule: Schedule) -> Agreement:
         kernels = self._programs.groups[group.replica, group.stage]
         if not kernels.crosses_processes:
             return Alone(num_members=len(group.processes))
         member = group.processes.index(self._meeting.process_index)
-        return self._schedule.agreement(member, len(group.processes))
+        return schedule.agreement(member, len(group.processes))
 
     def _execution(
         self,
@@ -237,14 +240,25 @@ class TaskRunner:
             loss_sum=math.fsum(loss for _, loss, _ in losses),
             weight=math.fsum(weight for *_, weight in losses),
             accumulators=self._wide(runs, accumulators),
-            times={
-                Task(task.kind, task.stage, run.numbers[task.microbatch]): times
-                for run in runs
-                for task, times in run.job.core.times.items()
-            },
+            groups=tuple(map(self._record, runs)),
             busy_ns=sum(each["busy_ns"] for each in told),
             peak_held_bytes=self._peaks(told, "held"),
             peak_live_bytes=self._peaks(told, "live"),
+        )
+
+    def _record(self, run: _GroupRun) -> GroupRecord:
+        core = run.job.core
+        return GroupRecord(
+            group=run.group,
+            shape=core.shape,
+            started_ns=core.started_ns,
+            numbers=run.numbers,
+            times=core.times,
+            sent_ns=run.job.sent_ns,
+            waits=core.waits,
+            microbatch_bytes=core.microbatch_bytes,
+            budget_bytes=core.view.budget_bytes,
+            peak_held_bytes=core.peak_held_bytes,
         )
 
     def _leads(self, group: StageGroup) -> bool:

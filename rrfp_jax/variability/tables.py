@@ -80,6 +80,38 @@ class DurationTable:
             for stage in range(count)
         )
 
+    def check_fits(self, *, num_stages: int, num_microbatches: int) -> None:
+        """Checks that a step has the tasks of the table, no more and no fewer.
+
+        Args:
+          num_stages: Of the pipeline.
+          num_microbatches: Of a step, for each replica.
+
+        Raises:
+          ValueError: It does not.
+        """
+        if (num_stages, num_microbatches) != (self.num_stages, self.num_microbatches):
+            raise ValueError(
+                f"expected a duration table of {num_stages} stages and {num_microbatches} "
+                f"microbatches, got one of {self.num_stages} and {self.num_microbatches}; give "
+                f"mesh.stages={self.num_stages} schedule.microbatches={self.num_microbatches}, or "
+                "another table."
+            )
+
+    def unsplit(self) -> DurationTable:
+        """The same with the time of W inside B: a backward that is one task.
+
+        A stage then sends its gradient when that of its weights is done, too.
+        """
+        backward = tuple(
+            tuple(b + w for b, w in zip(*rows, strict=True))
+            for rows in zip(self.durations_s[Kind.B], self.durations_s[Kind.W], strict=True)
+        )
+        none = ((0.0,) * self.num_microbatches,) * self.num_stages
+        return DurationTable(
+            durations_s={Kind.F: self.durations_s[Kind.F], Kind.B: backward, Kind.W: none}
+        )
+
     def duration_s(self, task: Task) -> float:
         """How long a task takes; for W of the first stage with its B."""
         own = self.durations_s[task.kind][task.stage][task.microbatch]

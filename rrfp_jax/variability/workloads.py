@@ -30,7 +30,13 @@ _Factors = npt.NDArray[np.float64]
 
 
 def make_table(
-    workload: str, *, num_stages: int, num_microbatches: int, unit_s: float, seed: int
+    workload: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    unit_s: float,
+    seed: int,
+    spread: float = 1.0,
 ) -> DurationTable:
     """Draws a table.
 
@@ -41,6 +47,7 @@ def make_table(
       unit_s: What F, B and W take each, on average.
       seed: Of everything that is drawn. Workloads of the same seed share what they have in
         common.
+      spread: A factor on every sigma, and on how far lengths of ``lm`` are from their mean.
 
     Raises:
       ValueError: There is no such workload, or a number is out of range.
@@ -52,19 +59,25 @@ def make_table(
             "a table needs a stage, a microbatch and a unit above 0 seconds, got "
             f"num_stages={num_stages}, num_microbatches={num_microbatches}, unit_s={unit_s}."
         )
+    if not 0 <= spread < 1 / (1 - SHORTEST):
+        raise ValueError(
+            f"spread must be from 0 to below {1 / (1 - SHORTEST):g}, at which the shortest length "
+            f"would be 0, got {spread}."
+        )
     jitter, length, images = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
     shape = (len(Kind), num_stages, num_microbatches)
     factors: _Factors = np.ones(shape)
     if workload != "uniform":
-        factors *= _log_normal(jitter, JITTER_SIGMA, shape)
+        factors *= _log_normal(jitter, spread * JITTER_SIGMA, shape)
         long = jitter.random(shape) < LONG_SHARE
         factors *= np.where(long, LONG_FACTOR, 1.0) / (1 + LONG_SHARE * (LONG_FACTOR - 1))
     if workload == "lm":
-        factors *= length.uniform(SHORTEST, LONGEST, num_microbatches)
+        shortest, longest = 1 + spread * (SHORTEST - 1), 1 + spread * (LONGEST - 1)
+        factors *= length.uniform(shortest, longest, num_microbatches)
     if workload == "multimodal":
         encoder = max(1, num_stages // 4)
-        factors[:, :encoder] *= _log_normal(images, IMAGE_SIGMA, num_microbatches)
-        factors[:, encoder:] *= _log_normal(length, LENGTH_SIGMA, num_microbatches)
+        factors[:, :encoder] *= _log_normal(images, spread * IMAGE_SIGMA, num_microbatches)
+        factors[:, encoder:] *= _log_normal(length, spread * LENGTH_SIGMA, num_microbatches)
     durations = (unit_s * factors).tolist()
     return DurationTable(
         durations_s={

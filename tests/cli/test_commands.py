@@ -96,7 +96,15 @@ def test_training_writes_a_whole_run_directory(config, tmp_path):
     assert {task["step"] for task in tasks} == {1, 6, 11}
     assert len(tasks) == 3 * 3 * 4  # steps, kinds, microbatches
     for task in tasks:
-        assert task["ready_ns"] <= task["launched_ns"] <= task["started_ns"] <= task["finished_ns"]
+        assert task["ready_ns"] <= task["chosen_ns"] <= task["launched_ns"] <= task["started_ns"]
+        assert task["started_ns"] <= task["finished_ns"]
+        assert (task["arrived_ns"] is None) == task["task"].startswith("W")
+        assert (task["sent_ns"] is None) == (task["task"][0] in "WF")  # it is the last stage
+    for stage in range(2):
+        lines = (out / "trace" / f"idle.stage{stage}.jsonl").read_text().splitlines()
+        for line in map(json.loads, lines):
+            told_ns = line["busy_ns"] + sum(line["idle_ns"].values())
+            assert told_ns == line["ended_ns"] - line["started_ns"]
     events = json.loads((out / "trace" / "trace.perfetto.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 3 * 4 * (2 + 3)
 

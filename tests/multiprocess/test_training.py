@@ -134,7 +134,8 @@ def test_the_command_that_trains_in_one_process_trains_in_four(tmp_path):
     assert (one / "parameters.sha256").read_text() == (four / "parameters.sha256").read_text()
     assert losses(one) == losses(four)
     traces = {path.name for path in (four / "trace").iterdir()}
-    assert traces == {*(f"stage{k}.jsonl" for k in range(4)), "trace.perfetto.json"}
+    stages = [f"stage{k}.jsonl" for k in range(4)]
+    assert traces == {*stages, *(f"idle.{name}" for name in stages), "trace.perfetto.json"}
     events = json.loads((four / "trace" / "trace.perfetto.json").read_text())["traceEvents"]
     starts = {event["name"]: event["ts"] for event in events if event["ph"] == "X"}
     assert len(starts) == 8 * (2 + 3 * 3)

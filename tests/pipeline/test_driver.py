@@ -13,12 +13,12 @@ from support.toys import Toy, microbatches
 from rrfp_jax import Hint, Pipeline
 from rrfp_jax.dispatch import driver
 from rrfp_jax.dispatch.core import StageCore
-from rrfp_jax.dispatch.delays import Delays, no_delays
 from rrfp_jax.dispatch.driver import StageJob, StepFailedError
 from rrfp_jax.dispatch.inprocess import InprocessTransport
 from rrfp_jax.dispatch.transport import Mailbox, Transport
 from rrfp_jax.hints import load_hint
 from rrfp_jax.task import Kind, StageShape
+from rrfp_jax.variability.model import VariabilityModel
 
 RNG = jax.random.key(5)
 LIMIT_S = 30.0  # of every wait in this file, none of which is ever used up
@@ -60,16 +60,11 @@ class Leaves(Hint):
         return (task.microbatch,)
 
 
-class Broken(Delays):
-    """Raises for one completion."""
+class Broken(dict):
+    """Of slow stages; raises when one is looked for."""
 
-    def compute_ns(self, step, task):
-        if str(task) == "B1.1":
-            raise ZeroDivisionError("no such delay")
-        return 0
-
-    def transfer_ns(self, step, payload, source, microbatch):
-        return 0
+    def __contains__(self, stage):
+        raise ZeroDivisionError("no such delay")
 
 
 class Interrupting(Transport):
@@ -79,8 +74,8 @@ class Interrupting(Transport):
         self._inner = InprocessTransport(layout)
         self.interrupts = False
 
-    def open(self, step, mailbox):
-        self._inner.open(step, mailbox)
+    def open(self, step, mailbox, variability):
+        self._inner.open(step, mailbox, variability)
 
     def tell(self, replica, stage, note):
         self._inner.tell(replica, stage, note)
@@ -108,8 +103,8 @@ def test_hint_that_ends_its_thread_fails_the_step_and_the_next_one_is_whole():
 
 
 def test_waiter_that_fails_is_told_and_not_taken_for_a_stall():
-    pipeline, state = build(delays=Broken())
-    with pytest.raises(StepFailedError, match="stage 1: no such delay"):
+    pipeline, state = build(variability=VariabilityModel(slow_stages=Broken()))
+    with pytest.raises(StepFailedError, match="stage 0: no such delay"):
         pipeline.step(state, microbatches(3))
 
 
@@ -161,7 +156,7 @@ def test_launch_that_does_not_return_is_a_stall_of_that_task(monkeypatch):
         driver.run_step(
             [StageJob(core=core, execution=held)],
             InprocessTransport(lambda *place: None),
-            no_delays(),
+            VariabilityModel(),
             step=0,
             stall_timeout_s=0.05,
         )
@@ -174,9 +169,9 @@ def test_launch_that_does_not_return_is_a_stall_of_that_task(monkeypatch):
 def test_second_step_at_the_same_time_is_refused():
     transport = InprocessTransport(lambda *place: None)
     mailbox = Mailbox(deliver=print, lose=print, hear=print, abort=print)
-    transport.open(0, mailbox)
+    transport.open(0, mailbox, VariabilityModel())
     with pytest.raises(RuntimeError, match="one after another"):
-        transport.open(1, mailbox)
+        transport.open(1, mailbox, VariabilityModel())
     transport.close()
 
 

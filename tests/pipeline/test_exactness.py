@@ -11,8 +11,8 @@ import pytest
 from support.toys import Toy, largest_difference, microbatches, reference
 
 from rrfp_jax import Pipeline, stage_boundary
-from rrfp_jax.dispatch.delays import ExponentialDelays
 from rrfp_jax.hints import Hint
+from rrfp_jax.variability.model import VariabilityModel
 
 RNG = jax.random.key(7)
 
@@ -96,8 +96,10 @@ def sequential_run():
     list(itertools.product(["bf", "bfw", "1f1b", "gpipe"], ["readiness", "fixed"])),
 )
 def test_parameters_after_twenty_delayed_steps_are_bitwise_the_same(hint, mode, sequential_run):
-    delays = ExponentialDelays(compute_s=2e-4, transfer_s=3e-4, seed=len(hint) + len(mode))
-    params, losses = _train(20, hint=hint, mode=mode, delays=delays)
+    variability = VariabilityModel(
+        compute_delay_s=2e-4, transfer_delay_s=3e-4, seed=len(hint) + len(mode)
+    )
+    params, losses = _train(20, hint=hint, mode=mode, variability=variability)
     assert losses == sequential_run[1]
     assert_trees_equal(params, sequential_run[0])
 
@@ -115,9 +117,9 @@ class Shuffled(Hint):
 def test_hundred_random_hints_under_delays_and_one_microbatch_of_budget_give_the_same_bits():
     toy = Toy(num_stages=4)
     hint = Shuffled()
-    delays = ExponentialDelays(compute_s=1e-4, transfer_s=2e-4)
+    variability = VariabilityModel(compute_delay_s=1e-4, transfer_delay_s=2e-4)
     pipelines = [
-        build(toy, evaluation=False, hint=hint, delays=delays, activation_budget=budget)
+        build(toy, evaluation=False, hint=hint, variability=variability, activation_budget=budget)
         for budget in (1, "1.0x")
     ]
     state = pipelines[0].init(RNG)

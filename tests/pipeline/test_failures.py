@@ -24,9 +24,9 @@ class Unreliable(Transport):
         self._inner = InprocessTransport(layout)
         self._tamper = tamper
 
-    def open(self, step, mailbox):
+    def open(self, step, mailbox, variability):
         self._fail = mailbox.lose
-        self._inner.open(step, mailbox)
+        self._inner.open(step, mailbox, variability)
 
     def send(self, bundle):
         self._tamper(bundle, self._inner.send, self._fail)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from support.toys import Toy, largest_difference, microbatches, reference
 
 from rrfp_jax import Pipeline
-from rrfp_jax.dispatch.delays import ExponentialDelays
+from rrfp_jax.variability.model import VariabilityModel
 
 RNG = jax.random.key(3)
 TOY = Toy(num_stages=2, tied=True, dropout=0.3)
@@ -76,8 +76,8 @@ def trained(laid_out, steps=3, **options):
 def test_parameters_are_the_same_bits_whatever_the_timing(axes):
     digests = set()
     for seed in range(3):
-        delays = ExponentialDelays(compute_s=1e-3, transfer_s=1e-3, seed=seed)
-        pipeline, state = trained(mesh(**axes), param_specs=SPECS, delays=delays)
+        late = VariabilityModel(compute_delay_s=1e-3, transfer_delay_s=1e-3, seed=seed)
+        pipeline, state = trained(mesh(**axes), param_specs=SPECS, variability=late)
         digests.add(pipeline.digest(state))
     assert len(digests) == 1
 

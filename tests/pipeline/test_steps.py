@@ -12,6 +12,8 @@ from support.toys import Toy, microbatches, reference
 
 from rrfp_jax import Kind, Pipeline, stage_boundary
 from rrfp_jax.hints import Hint
+from rrfp_jax.variability.model import VariabilityModel
+from rrfp_jax.variability.slowdown import Slowdown
 
 RNG = jax.random.key(3)
 
@@ -277,18 +279,11 @@ def test_no_program_is_compiled_after_the_start_and_microbatch_counts_share_them
 
 
 def test_more_microbatches_behind_a_slow_stage_hold_no_more_memory():
-    class SlowLastStage:
-        def compute_ns(self, step, task):
-            return 2_000_000 if task.stage == 1 else 0
-
-        def transfer_ns(self, step, payload, source, microbatch):
-            return 0
-
     pipeline = build(
         Toy(num_stages=2),
         activation_budget="1.0x",
         measure_memory=True,
-        delays=SlowLastStage(),
+        variability=VariabilityModel(slow_stages={1: Slowdown.parse("2ms")}),
     )
     state = pipeline.init(RNG)
     peaks = {}

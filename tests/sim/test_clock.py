@@ -22,7 +22,7 @@ def run(shapes, policy="bfw", num_microbatches=2, **options):
 
 def test_one_stage_is_busy_all_the_time():
     result = run(training_shapes(1), num_microbatches=3)
-    assert result.makespan_ns == result.busy_ns(0) == 60
+    assert result.makespan_ns == result.busy_ns[0] == 60
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])

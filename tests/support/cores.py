@@ -4,6 +4,7 @@ from functools import partial
 
 from rrfp_jax.dispatch.arbiter import FixedOrderArbiter, ReadinessArbiter
 from rrfp_jax.dispatch.core import StageCore
+from rrfp_jax.dispatch.idle import IdleCause
 from rrfp_jax.dispatch.lanes import SequenceLane
 from rrfp_jax.hints import Hint, load_hint
 from rrfp_jax.task import Kind, Payload, StageShape, Task
@@ -140,8 +141,35 @@ def check_invariants(core):
     else:
         _check_ranked(core, launched, eligible)
     for times in core.times.values():
-        assert times.ready_ns <= times.launched_ns <= times.started_ns <= times.finished_ns
+        assert times.ready_ns <= times.chosen_ns <= times.launched_ns
+        assert times.launched_ns <= times.started_ns <= times.finished_ns
+    if not core.failed:
+        assert core.idle_cause == idle_cause(core, ready)
+    check_time_is_told(core)
     assert core.finished == (len(core.times) == view.num_microbatches * len(shape.kinds))
+
+
+def idle_cause(core, ready):
+    """Why a stage that agrees with nobody is idle, read off what it may not run."""
+    if core.in_flight or core.finished or not is_started(core):
+        return None
+    if isinstance(core._arbiter, FixedOrderArbiter):
+        return IdleCause.ORDER if ready else IdleCause.INPUT
+    if any(task.kind is F for task in ready):
+        return IdleCause.MEMORY
+    return IdleCause.ORDER if ready else IdleCause.INPUT
+
+
+def check_time_is_told(core):
+    """Kernels and waits follow each other without a gap and without an overlap."""
+    stretches = [(times.started_ns, times.finished_ns) for times in core.times.values()]
+    stretches += [(wait.started_ns, wait.ended_ns) for wait in core.waits]
+    at_ns = core.started_ns
+    for started_ns, ended_ns in sorted(stretches):
+        assert started_ns == at_ns
+        assert ended_ns >= started_ns
+        at_ns = ended_ns
+    assert all(wait.ended_ns > wait.started_ns for wait in core.waits)
 
 
 def _check_ranked(core, launched, eligible):

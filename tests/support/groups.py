@@ -12,7 +12,7 @@ import random
 from collections import defaultdict, deque
 
 from support.chaos import HaltedError
-from support.cores import make_core
+from support.cores import check_time_is_told, make_core
 
 from rrfp_jax.dispatch.agreement import AllGather, Alone, Follower, Leader
 from rrfp_jax.dispatch.events import Heard, InputArrived, KernelFinished, StepStarted
@@ -119,6 +119,7 @@ class Groups:
                     for target in targets(note, member, len(self.cores[stage])):
                         self._notes[stage, member, target].append(note)
                         self.num_notes += 1
+        check_time_is_told(self._core(place))
         num_tasks = self._core(place).view.num_microbatches * 3 * len(self.cores)
         members = max(map(len, self.cores))
         assert self.num_notes <= MOST_NOTES_PER_TASK * num_tasks * members**2, "they only talk"

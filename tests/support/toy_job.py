@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 from support.toys import Toy, microbatches
 
 from rrfp_jax import Pipeline, start_job
-from rrfp_jax.dispatch.delays import ExponentialDelays
 from rrfp_jax.dispatch.network import NetworkTransport
 from rrfp_jax.job.launcher import plan_launch
 from rrfp_jax.job.sockets import PostOptions
 from rrfp_jax.task import Payload
+from rrfp_jax.variability.model import VariabilityModel
 
 SETTINGS = {
     "axes": {"stage": 2},  # of the mesh
@@ -74,8 +74,8 @@ def run(settings, job):
         job=job,
         param_specs={"embedding": P(None, "tensor"), "layers": [SPECS] * toy.num_stages},
         max_grad_norm=0.5,
-        delays=ExponentialDelays(
-            compute_s=delay_s, transfer_s=delay_s, seed=os.getpid() if delay_s else 0
+        variability=VariabilityModel(
+            compute_delay_s=delay_s, transfer_delay_s=delay_s, seed=os.getpid() if delay_s else 0
         ),
         evaluation=settings["evaluate"],
         **settings["pipeline"],

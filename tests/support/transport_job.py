@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from rrfp_jax import start_job
 from rrfp_jax.dispatch import network
-from rrfp_jax.dispatch.delays import no_delays
 from rrfp_jax.dispatch.messages import Bundle
 from rrfp_jax.dispatch.moves import ArrayMover
 from rrfp_jax.dispatch.network import NetworkTransport
@@ -23,6 +22,7 @@ from rrfp_jax.dispatch.transport import Mailbox
 from rrfp_jax.job.errors import PeerLostError
 from rrfp_jax.task import Payload
 from rrfp_jax.topology import Topology, lay_out
+from rrfp_jax.variability.model import VariabilityModel
 
 LIMIT_S = 30.0
 
@@ -88,7 +88,7 @@ def run(job):
         return topology.group(replica, stage).rows(shape)
 
     transport, mover, box, found = (
-        NetworkTransport(post, topology, layout, no_delays()),
+        NetworkTransport(post, topology, layout),
         ArrayMover(job.post),
         Box(),
         {},
@@ -103,7 +103,7 @@ def run(job):
     large = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
     kinds = [jnp.bfloat16, jnp.bool_, jnp.int32, jnp.float32]
     meet("made")
-    transport.open(0, box.mailbox)
+    transport.open(0, box.mailbox, VariabilityModel())
     if index == 0:
         found["hash"] = hashlib.sha256(large).hexdigest()
         transport.send(bundle(0, put(large), *[put(np.arange(6).astype(k)) for k in kinds]))
@@ -128,24 +128,24 @@ def run(job):
     transport.close()
     # The first process is a step ahead: what it sends waits until the second one is there.
     if index == 0:
-        transport.open(1, box.mailbox)
+        transport.open(1, box.mailbox, VariabilityModel())
         for late in post.held:
             job.post.send(*late)
         send(transport, post, None, bundle(7, put(np.ones(3))))
     meet("a step ahead")
     if index != 0:
-        transport.open(1, box.mailbox)
+        transport.open(1, box.mailbox, VariabilityModel())
     if index == 1:
         found["early"] = [box.delivered.get(timeout=LIMIT_S).microbatch]
         found["late"] = [] if box.delivered.empty() else [box.delivered.get().microbatch]
     meet("caught up")
     transport.close()
-    transport.open(2, box.mailbox)
+    transport.open(2, box.mailbox, VariabilityModel())
     if index == 0:
         give_up_while_sending(transport, post, box, [bundle(n, put(np.ones(3))) for n in (8, 9)])
     else:
         transport.close()
-        transport.open(3, box.mailbox)
+        transport.open(3, box.mailbox, VariabilityModel())
     if index == 0:
         send(transport, post, None, bundle(10, put(np.ones(3))))
     if index == 1:
@@ -171,7 +171,7 @@ def give_up_while_sending(transport, post, box, bundles):
     network._JOIN_TIMEOUT_S = 0.1
     transport.close()
     assert sender.is_alive()
-    transport.open(3, box.mailbox)
+    transport.open(3, box.mailbox, VariabilityModel())
     post.gate.set()
     sender.join(LIMIT_S)
     post.fault = None
@@ -188,9 +188,9 @@ def sent_between_unequal_meshes(post, meet):
         return NamedSharding(topology.group(replica, stage).mesh, specs[stage])
 
     box, values = Box(), np.arange(24, dtype=np.int32).reshape(4, 6)
-    transport = NetworkTransport(post, topology, layout, no_delays())
+    transport = NetworkTransport(post, topology, layout)
     meet("made another")
-    transport.open(0, box.mailbox)
+    transport.open(0, box.mailbox, VariabilityModel())
     if post.process_index < 2:
         array = jax.make_array_from_callback((4, 6), layout(0, 0, (4, 6)), lambda i: values[i])
         transport.send(bundle(0, array))

@@ -29,8 +29,7 @@ class Scripted:
             skipped=skipped,
             step_time_s=0.5,
             busy_fraction=0.5,
-            num_microbatches=1,
-            times={},
+            groups=(),
             peak_held_bytes=(),
             peak_live_bytes=(),
         )
