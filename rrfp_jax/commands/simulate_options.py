@@ -153,9 +153,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--unit-ms",
         type=option_types.above_0,
-        default=10.0,
         metavar="MS",
-        help="what F, B and W take each on average (default: 10)",
+        help="what F, B and W take each on average (default: model.unit_s, which is 10)",
     )
     what.add_argument(
         "--seeds",
