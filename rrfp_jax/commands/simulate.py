@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import statistics
 import time
@@ -60,7 +61,14 @@ def run(
     for hint in hints:
         check_hint(hint, works[0].shapes, _CHECKED_MICROBATCHES, deterministic=common.deterministic)
     what = _describe(config, options, samples)
-    rows = compare(samples, settings_of(common, hints, options.modes, options.budgets))
+    settings = settings_of(common, hints, options.modes, options.budgets)
+    with console.status(what) as status:
+        numbers = itertools.count(1)
+        rows = compare(
+            samples,
+            settings,
+            done=lambda: status.update(f"{what}: setting {next(numbers)} done"),
+        )
     _print(console, what, rows)
     took_s = time.perf_counter() - began_s
     verdict = (
