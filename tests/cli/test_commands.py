@@ -57,6 +57,7 @@ def config(root):
         "optimizer.learning_rate=-1",
         "schedule.activation_budget=0",
         "optimizer.max_grad_norm=0",
+        "variability.table=nowhere.json",
     ],
 )
 def test_bad_config_exits_with_2_before_jax_is_imported(config, override):
