@@ -226,6 +226,11 @@ class Pipeline:
         """How steps are ordered."""
         return self._schedule
 
+    @property
+    def variability(self) -> VariabilityModel:
+        """What varies in training steps."""
+        return self._variability
+
     def rearrange(
         self, *, schedule: Schedule | None = None, variability: VariabilityModel | None = None
     ) -> None:

@@ -107,6 +107,11 @@ def test_pure_module_imports_nothing_impure(path):
             assert module.split(".")[2] not in EDGE, f"{path.name} imports {module}"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "sim").glob("*.py")), ids=lambda path: path.stem)
+def test_simulator_has_no_clock_but_its_own(path):
+    assert not IMPURE & {module.split(".")[0] for module in imported_modules(path)}
+
+
 def test_core_modules_are_all_there():
     assert {"core", "readiness", "admission", "arbiter", "lanes", "ledger"} <= {
         path.stem for path in pure_modules()

@@ -62,9 +62,9 @@ class Options:
 
     source: Path | None
     table: Path | None
-    workload: str
+    workload: str | None
     spread: float
-    unit_s: float
+    unit_s: float | None
     seeds: int
     stages: int | None
     microbatches: int | None
@@ -84,6 +84,18 @@ class Options:
     at_least: float | None
     save: Path | None
 
+    def of_drawn_steps(self) -> list[str]:
+        """The options that were given and say how steps are drawn."""
+        given = {
+            "--table": self.table,
+            "--workload": self.workload,
+            "--unit-ms": self.unit_s,
+            "--stages": self.stages,
+            "--microbatches": self.microbatches,
+            "--replicas": self.replicas,
+        }
+        return [name for name, value in given.items() if value is not None]
+
     @staticmethod
     def of(arguments: argparse.Namespace) -> Options:
         """From a parsed command line."""
@@ -92,7 +104,7 @@ class Options:
             table=arguments.table,
             workload=arguments.workload,
             spread=arguments.spread,
-            unit_s=arguments.unit_ms / 1e3,
+            unit_s=arguments.unit_ms and arguments.unit_ms / 1e3,
             seeds=arguments.seeds,
             stages=arguments.stages,
             microbatches=arguments.microbatches,
@@ -127,7 +139,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--table", type=Path, metavar="FILE", help="durations from a JSON file")
     what.add_argument(
-        "--workload", choices=WORKLOADS, default="jitter", help="or drawn (default: jitter)"
+        "--workload",
+        choices=WORKLOADS,
+        help="or drawn (default: what the config emulates, else jitter)",
     )
     what.add_argument(
         "--spread",
@@ -139,9 +153,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--unit-ms",
         type=option_types.above_0,
-        default=10.0,
         metavar="MS",
-        help="what F, B and W take each on average (default: 10)",
+        help="what F, B and W take each on average (default: model.unit_s, which is 10)",
     )
     what.add_argument(
         "--seeds",

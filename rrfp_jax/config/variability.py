@@ -77,12 +77,13 @@ def _table_of(config: RunConfig) -> DurationTable | None:
         return make_table(
             config.model.workload, **sizes, unit_s=config.model.unit_s, seed=config.model.seed
         )
-    path = config.model.table or config.variability.table
-    if path is None:
-        return None
-    table = DurationTable.read(path)
-    try:
-        table.check_fits(**sizes)
-    except ValueError as error:
-        raise ValueError(f"{path} does not fit the config: {error}") from None
-    return table
+    given = {"model.table": config.model.table, "variability.table": config.variability.table}
+    for key, path in given.items():
+        if path is not None:
+            try:
+                table = DurationTable.read(path)
+                table.check_fits(**sizes)
+            except ValueError as error:
+                raise ValueError(f"{key}={path}: {error}") from None
+            return table
+    return None

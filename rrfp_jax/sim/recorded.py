@@ -1,9 +1,11 @@
 """Steps that a run has recorded, as work to be simulated again.
 
-A trace says of each task when it was ready, launched, started and finished. That is enough:
+A trace says of each task when it was ready, launched, started and finished, and of each stage
+when it waited for its host. That is enough:
 
     a task's duration    from its start to its end
-    its launch           from when it was chosen to when the host had launched it
+    its launch           what the device waited for the host before it, from the event that made
+                         the launch possible; nothing where it ran something meanwhile
     a transfer           from the end of the task that left a bundle to the arrival, which is
                          when the task that had waited for it alone became ready
 
@@ -21,19 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rrfp_jax.dispatch.idle import IdleCause
 from rrfp_jax.sim.work import Work
 from rrfp_jax.task import Kind, Payload, StageShape, Task, check_shapes
 
 _FILE = re.compile(r"(?:replica(\d+)\.)?stage(\d+)\.jsonl")
-_NUMBERS = (
-    "step",
-    "ready_ns",
-    "chosen_ns",
-    "launched_ns",
-    "started_ns",
-    "finished_ns",
-    "held_bytes",
-)
+_NUMBERS = ("step", "ready_ns", "started_ns", "finished_ns", "held_bytes")
+_HOST = IdleCause.DISPATCH.value
 _Row = Mapping[str, Any]
 
 
@@ -89,6 +85,7 @@ def _rows(folder: Path) -> Iterator[tuple[int, Task, _Row]]:
         if (name := _FILE.fullmatch(path.name)) is None:
             continue
         replica = int(name[1] or 0)
+        launches = _launches(path.with_name(f"idle.{path.name}"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 row = json.loads(line)
@@ -99,7 +96,27 @@ def _rows(folder: Path) -> Iterator[tuple[int, Task, _Row]]:
                     f"{path}:{number} is no line of a trace: expected an object with task, "
                     f"{', '.join(_NUMBERS)}, in whole numbers, got {line[:80]!r}."
                 ) from None
-            yield replica, task, row
+            launch_ns = launches.get((row["step"], row["started_ns"]), 0)
+            yield replica, task, row | {"launch_ns": launch_ns}
+
+
+def _launches(path: Path) -> dict[tuple[int, int], int]:
+    """How long a device waited for its host, by step and by the time at which that was over."""
+    if not path.exists():
+        return {}
+    try:
+        return {
+            (row["step"], wait["ended_ns"]): wait["ended_ns"] - wait["started_ns"]
+            for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            for wait in row["waits"]
+            if wait["cause"] == _HOST
+        }
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{path} is not one of a trace: expected in each line an object with step and waits, "
+            "each with cause, started_ns and ended_ns; run it again, or remove the file to do "
+            "without the time that launches take."
+        ) from None
 
 
 def _check_numbers(row: _Row) -> None:
@@ -160,7 +177,7 @@ def _work(tasks: Mapping[Task, _Row], largest: Sequence[int]) -> Work:
     return Work(
         shapes=shapes,
         durations=lambda task: int(own[task]["finished_ns"] - own[task]["started_ns"]),
-        hosts=lambda task: int(own[task]["launched_ns"] - own[task]["chosen_ns"]),
+        hosts=lambda task: int(own[task]["launch_ns"]),
         transfers=transfers,
         microbatch_bytes=[
             [

@@ -151,7 +151,9 @@ def _outcome(replicas: Sequence[Simulation]) -> Outcome:
 
 
 def _run(work: Work, setting: Setting, policy: Hint | _Orders) -> Simulation:
-    budgets = None
+    budgets, group = None, setting.group
+    if setting.mode == "fixed":  # of which members need not tell each other anything
+        group = replace(group, note_ns=0, agreement=None)
     if setting.budget is not None:
         budgets = stage_budgets(
             setting.budget, work.shapes, work.num_microbatches, work.largest_bytes
@@ -167,5 +169,5 @@ def _run(work: Work, setting: Setting, policy: Hint | _Orders) -> Simulation:
         deterministic=setting.deterministic,
         hosts=work.hosts,
         link=setting.link,
-        group=setting.group,
+        group=group,
     )

@@ -79,6 +79,28 @@ def test_recorded_step_simulated_as_it_was_run_takes_as_long(tmp_path):
     assert steps[0].works[0].largest_bytes == [7] * STAGES
 
 
+def test_what_a_device_waited_for_its_host_is_the_time_of_a_launch(tmp_path):
+    result = run(0)
+    write(tmp_path, 1, result)
+    begun_ns = 10**9 + result.times[Task.parse("F1.0")].started_ns
+    waits = [
+        {"cause": cause, "started_ns": begun_ns - length, "ended_ns": begun_ns}
+        for cause, length in (("dispatch", 500), ("input", 70))
+    ]
+    idle = json.dumps({"step": 1, "waits": waits})
+    (tmp_path / "trace" / "idle.stage1.jsonl").write_text(idle + "\n")
+    hosts = read_steps(tmp_path)[0].works[0].hosts
+    assert hosts(Task.parse("F1.0")) == 500
+    assert hosts(Task.parse("F1.1")) == hosts(Task.parse("F0.0")) == 0
+
+
+def test_idle_file_that_is_none_is_named(tmp_path):
+    write(tmp_path, 1, run(0))
+    (tmp_path / "trace" / "idle.stage1.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"idle.stage1.jsonl is not one of a trace"):
+        read_steps(tmp_path)
+
+
 def test_replicas_are_numbered_each_from_0_and_simulated_by_themselves(tmp_path):
     results = run(0), run(1)
     for replica, result in enumerate(results):
@@ -102,7 +124,7 @@ def test_arrival_before_it_was_sent_by_another_clock_came_at_once(tmp_path):
 
 def test_other_files_and_a_step_that_was_cut_off_are_passed_over(tmp_path):
     write(tmp_path, 1, run(0))
-    for name in ("stage0.member1.jsonl", "stage0.redone.jsonl", "idle.stage0.jsonl"):
+    for name in ("stage0.member1.jsonl", "stage0.redone.jsonl", "idle.stage0.member1.jsonl"):
         (tmp_path / "trace" / name).write_text("not for us\n")
     write(tmp_path, 2, run(1))
     cut_last_line(tmp_path / "trace" / "stage2.jsonl")

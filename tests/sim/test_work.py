@@ -1,9 +1,12 @@
 """Whole steps: replicas, an unsplit backward, and settings side by side."""
 
+from dataclasses import replace
+
 import pytest
 
 from rrfp_jax.budget import ActivationBudget
 from rrfp_jax.hints import SHIPPED
+from rrfp_jax.sim import TensorGroup
 from rrfp_jax.sim.compare import compare, settings_of
 from rrfp_jax.sim.drawn import drawn_work
 from rrfp_jax.sim.work import Setting, run_all
@@ -92,6 +95,14 @@ def test_settings_are_compared_with_1f1b_and_with_the_bound():
     assert unsplit.step_s > fixed.step_s > bounded.step_s >= free.step_s
     assert all(row.over_bound >= 1 and 0 < row.busy_share <= 1 for row in rows)
     assert {row.bound_s for row in rows} == {rows[0].bound_s}
+
+
+def test_members_that_keep_a_fixed_order_do_not_pay_for_agreeing():
+    group = TensorGroup(num_members=4, note_ns=10**6)
+    for setting, differs in ((FIXED, False), (BFW, True)):
+        (alone,) = run_all([[work()]], setting)
+        (together,) = run_all([[work()]], replace(setting, group=group))
+        assert (together.step_ns > alone.step_ns) is differs
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (8, 32)])

@@ -27,6 +27,25 @@ def test_first_stage_spends_the_time_of_its_missing_b_in_w():
     assert table.duration_ns(Task.parse("F0.1")) == 200_000_000
 
 
+def test_unsplit_backward_takes_the_time_of_both_parts():
+    table = make_table("lm", num_stages=2, num_microbatches=3, unit_s=0.01, seed=0)
+    unsplit = table.unsplit()
+    for task in (Task(Kind.B, 1, 2), Task(Kind.W, 0, 1)):
+        parts = [table.durations_s[kind][task.stage][task.microbatch] for kind in (Kind.B, Kind.W)]
+        assert unsplit.duration_s(task) == pytest.approx(sum(parts))
+    assert unsplit.duration_s(Task(Kind.W, 1, 2)) == 0
+    assert unsplit.durations_s[Kind.F] == table.durations_s[Kind.F]
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (1, 2), (3, 2)])
+def test_table_that_does_not_fit_a_step_says_what_would(sizes):
+    table = make_table("lm", num_stages=2, num_microbatches=2, unit_s=0.01, seed=0)
+    table.check_fits(num_stages=2, num_microbatches=2)
+    words = f"{sizes[0]} stages and {sizes[1]} microbatches, got one of 2 and 2; give mesh.stages=2"
+    with pytest.raises(ValueError, match=words):
+        table.check_fits(num_stages=sizes[0], num_microbatches=sizes[1])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
