@@ -83,8 +83,9 @@ class Pipeline:
         what is ready.
       mode: ``readiness`` runs the best-ranked ready task; ``fixed`` waits for the
         hint's order.
-      activation_budget: What admitted microbatches may hold on a stage: a multiple of
-        what 1F1B holds, such as ``"2.0x"``, or bytes, such as ``"512MiB"``.
+      activation_budget: What admitted microbatches may hold on each stage: a multiple of
+        what 1F1B holds on the stage that it fills most, such as ``"2.0x"``, or bytes,
+        such as ``"512MiB"``.
       launch_ahead: Kernels queued behind the running one.
       deterministic: Accumulate in microbatch order: bitwise the same parameters
         whatever the timing.

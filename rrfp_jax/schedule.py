@@ -21,7 +21,8 @@ class Schedule:
     Args:
       hint: A hint, a shipped hint's name or ``module:object``.
       mode: ``readiness`` or ``fixed``.
-      activation_budget: A multiple of what 1F1B holds, or bytes. With fixed orders a
+      activation_budget: A multiple of what 1F1B holds on the stage that it fills most, or
+        bytes; all stages have the same. With fixed orders a
         multiple has no say, because the order bounds what is held; bytes are checked
         against it before the step.
       launch_ahead: Kernels queued behind the running one.

@@ -263,8 +263,8 @@ class ScheduleConfig(Section):
     """Microbatches of a step, for each replica."""
 
     activation_budget: Budget = ActivationBudget(multiple=2.0)
-    """What admitted microbatches may hold on a stage: a multiple of what 1F1B holds
-    (2.0x), or bytes (512MiB)."""
+    """What admitted microbatches may hold on each stage: a multiple of what 1F1B holds on the
+    stage that it fills most (2.0x), or bytes (512MiB)."""
 
     launch_ahead: Index = 1
     """Kernels queued behind the running one."""

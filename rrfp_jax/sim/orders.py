@@ -24,16 +24,21 @@ def stage_budgets(
 ) -> tuple[int, ...]:
     """For each stage, the bytes that admitted microbatches may hold.
 
+    All stages may hold as much: they lie on devices of the same kind, and a stage that 1F1B
+    leaves empty, as it does the last ones, has room for what readiness can use.
+
     Args:
-      budget: Bytes, or a multiple of what 1F1B holds in the stage's largest bucket.
+      budget: Bytes, or a multiple of what 1F1B holds in the largest bucket on the stage that
+        it fills most.
       shapes: First stage to last.
       num_microbatches: Microbatches of the step.
       largest_bytes: For each stage, what a microbatch of the largest bucket holds.
     """
-    return tuple(
-        budget.bytes_for(one_f_one_b_microbatches(shape, num_microbatches) * largest)
+    fullest_bytes = max(
+        one_f_one_b_microbatches(shape, num_microbatches) * largest
         for shape, largest in zip(shapes, largest_bytes, strict=True)
     )
+    return (budget.bytes_for(fullest_bytes),) * len(shapes)
 
 
 def fixed_orders(
@@ -58,7 +63,7 @@ def fixed_orders(
       num_microbatches: Microbatches of the step.
       deterministic: Run W by microbatch.
       budget_multiple: The budget in that step, as a multiple of the microbatches that
-        1F1B holds at the stage. The default is the default of ``activation_budget``.
+        1F1B holds at the first stage. The default is the default of ``activation_budget``.
 
     Raises:
       HintError: The hint gives no order that can be kept.
@@ -73,10 +78,9 @@ def fixed_orders(
         policy=hint,
         microbatch_bytes=[[1] * num_microbatches] * len(shapes),
         durations=lambda task: 1,
-        budgets=[
-            int(budget_multiple * one_f_one_b_microbatches(shape, num_microbatches))
-            for shape in shapes
-        ],
+        budgets=stage_budgets(
+            ActivationBudget(multiple=budget_multiple), shapes, num_microbatches, [1] * len(shapes)
+        ),
         launch_ahead=0,
         deterministic=deterministic,
     ).launched

@@ -47,7 +47,7 @@ def test_unsplit_backward_has_the_same_work_and_sends_its_gradient_later():
     assert ours.step_ns < published.step_ns
 
 
-def test_budget_of_bytes_is_the_same_on_every_stage_and_a_multiple_is_of_its_own_1f1b():
+def test_budget_is_bytes_or_a_multiple_of_what_1f1b_holds_on_the_first_stage():
     held = {
         text: run_all([[work("uniform")]], Setting(hint=SHIPPED["gpipe"], budget=budget))[0]
         for text in ("1x", "6MiB", "none")
@@ -64,7 +64,7 @@ def test_model_delays_arrivals_and_tasks_beside_the_table():
     plain, late = work("uniform"), work("uniform", transfer_latency_s=1.0)
     slower = work("uniform", compute_delay_s=1.0, delay_sigma=0.0)
     (a,), (b,), (c,) = (run_all([[each]], BFW) for each in (plain, late, slower))
-    assert b.step_ns >= a.step_ns + 2 * 3 * 10**9
+    assert b.step_ns >= 2 * 3 * 10**9 + 9 * 10**6
     assert c.step_ns > a.step_ns + 10**9
 
 
