@@ -9,8 +9,9 @@
   const SVG = "http://www.w3.org/2000/svg";
   const state = { step: 0, zoom: 1 };
 
+  const short = (value) => Number(value.toPrecision(4));
   const time = (us) =>
-    us >= 1e6 ? `${(us / 1e6).toPrecision(4)} s` : us >= 1e3 ? `${(us / 1e3).toPrecision(4)} ms` : `${us} µs`;
+    us >= 1e6 ? `${short(us / 1e6)} s` : us >= 1e3 ? `${short(us / 1e3)} ms` : `${short(us)} µs`;
 
   function add(parent, name, attributes, text) {
     const node = document.createElementNS(SVG, name);
