@@ -6,7 +6,7 @@ most expensive comes first. docs/reports.md lists the rules with their limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rrfp_jax.config import RunConfig
@@ -55,6 +55,7 @@ def advise(
         *_order(totals, config),
         *_agreement(totals, config),
         *_dispatch(totals, config),
+        *_late(totals),
         *_ends(totals, config),
         *_transfers(totals),
         *_outside(outside_fraction),
@@ -82,7 +83,7 @@ MEANINGS = {
     IdleCause.MEMORY: "was waiting for room in the budget while a forward was ready (memory)",
     IdleCause.ORDER: "was waiting for the next task of an order while others were ready (order)",
     IdleCause.AGREEMENT: "was waiting for a decision or for another process (agreement)",
-    IdleCause.DISPATCH: "was the host between two kernels (dispatch)",
+    IdleCause.DISPATCH: "was the host's, between kernels or before it began (dispatch)",
     IdleCause.DONE: "came after the stage's last task, until the step's end (done)",
 }
 
@@ -147,24 +148,39 @@ def _dispatch(totals: Sequence[LaneTotals], config: RunConfig) -> Iterator[Advic
     if config.schedule.launch_ahead == 0:
         remedy = "Set schedule.launch_ahead=1: the next kernel then waits on the device. " + remedy
     num_tasks = sum(t.num_tasks for t in totals)
-    spent_ns = sum(t.idle_ns[IdleCause.DISPATCH] for t in totals)
-    finding = f"is dispatch, {seconds(spent_ns / num_tasks)} of host time a task"
-    yield from _cause(totals, IdleCause.DISPATCH, finding, remedy)
+    between = {t: t.idle_ns[IdleCause.DISPATCH] - t.late_ns for t in totals}
+    spent_ns = sum(between.values())
+    finding = f"is dispatch between kernels, {seconds(spent_ns / num_tasks)} of host time a task"
+    yield from _cost(between, finding, remedy)
+
+
+def _late(totals: Sequence[LaneTotals]) -> Iterator[Advice]:
+    yield from _cost(
+        {t: t.late_ns for t in totals},
+        "is dispatch before they began: their hosts were at something else while others had begun",
+        "A run's first step has costs that come once; if later steps have it too, see what else "
+        "these hosts do between steps, and whether they are slower.",
+    )
 
 
 def _cause(
     totals: Sequence[LaneTotals], cause: IdleCause, finding: str, remedy: str
 ) -> Iterator[Advice]:
-    """One cause of idleness, on the stages on which it is worth saying."""
-    there = [t for t in totals if t.idle_ns[cause] >= WORTH_SAYING * t.span_ns > 0]
-    cost_ns = sum(t.idle_ns[cause] for t in there)
-    if not there or cost_ns < WORTH_SAYING * _span(totals):
+    """One cause of idleness."""
+    yield from _cost({t: t.idle_ns[cause] for t in totals}, finding, remedy)
+
+
+def _cost(cost_ns: Mapping[LaneTotals, int], finding: str, remedy: str) -> Iterator[Advice]:
+    """A part of the idle time, on the stages on which it is worth saying."""
+    there = [t for t, ns in cost_ns.items() if ns >= WORTH_SAYING * t.span_ns > 0]
+    spent_ns, span_ns = sum(cost_ns[t] for t in there), _span([*cost_ns])
+    if not there or spent_ns < WORTH_SAYING * span_ns:
         return
     idle_ns = sum(t.all_idle_ns for t in there)
     where = stages([t.lane.stage for t in there])
     yield Advice(
-        share=cost_ns / _span(totals),
-        finding=f"{percent(cost_ns, idle_ns)} of the idle time of {where} {finding}.",
+        share=spent_ns / span_ns,
+        finding=f"{percent(spent_ns, idle_ns)} of the idle time of {where} {finding}.",
         remedy=remedy,
     )
 

@@ -11,7 +11,7 @@ from rrfp_jax.report.reading import Lane, LaneStep
 from rrfp_jax.task import Kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneTotals:
     """The time of one lane in some steps, in ns.
 
@@ -21,7 +21,9 @@ class LaneTotals:
         `idle_ns` together.
       busy_ns: By kind of task.
       idle_ns: By cause.
-      fill_ns: Of the waits, what came before the lane's first task of a step.
+      late_ns: Of the host's time, what came before the lane's first task of a step: the host
+        was at something else while other lanes had begun.
+      fill_ns: Of the other waits, what came before that task.
       underway_ns: Of the waits for input after that, what the bundle was already on its way.
       waited_ns: The waits for input after that, by the stage that sent what came.
       num_tasks: How many tasks ran.
@@ -33,6 +35,7 @@ class LaneTotals:
     span_ns: int
     busy_ns: Mapping[Kind, int]
     idle_ns: Mapping[IdleCause, int]
+    late_ns: int
     fill_ns: int
     underway_ns: int
     waited_ns: Mapping[int, int]
@@ -95,7 +98,7 @@ def _sent(step: Sequence[LaneStep]) -> _Sent:
 def _total(lane: Lane, steps: Sequence[tuple[LaneStep, _Sent]]) -> LaneTotals:
     busy_ns, idle_ns = dict.fromkeys(Kind, 0), dict.fromkeys(IdleCause, 0)
     waited_ns: Counter[int] = Counter()
-    fill_ns = underway_ns = 0
+    late_ns = fill_ns = underway_ns = 0
     for each, sent in steps:
         for task in each.tasks:
             busy_ns[task.task.kind] += task.finished_ns - task.started_ns
@@ -104,7 +107,10 @@ def _total(lane: Lane, steps: Sequence[tuple[LaneStep, _Sent]]) -> LaneTotals:
             length_ns = wait.ended_ns - wait.started_ns
             idle_ns[wait.cause] += length_ns
             if wait.ended_ns <= first_ns:
-                fill_ns += length_ns
+                if wait.cause is IdleCause.DISPATCH:
+                    late_ns += length_ns
+                else:
+                    fill_ns += length_ns
             elif wait.cause is IdleCause.INPUT and wait.from_stage is not None:
                 waited_ns[wait.from_stage] += length_ns
                 key = (lane.replica, wait.from_stage, wait.payload or "", wait.microbatch or 0)
@@ -116,6 +122,7 @@ def _total(lane: Lane, steps: Sequence[tuple[LaneStep, _Sent]]) -> LaneTotals:
         span_ns=sum(each.ended_ns - each.started_ns for each in own),
         busy_ns=busy_ns,
         idle_ns=idle_ns,
+        late_ns=late_ns,
         fill_ns=fill_ns,
         underway_ns=underway_ns,
         waited_ns=waited_ns,

@@ -13,7 +13,7 @@ from rrfp_jax.task import Kind
 SPAN_NS = 10**9
 
 
-def lane(stage, *, busy=0.5, fill=0.0, underway=0.0, waited=None, **idle):
+def lane(stage, *, busy=0.5, late=0.0, fill=0.0, underway=0.0, waited=None, **idle):
     """Totals of a lane; shares of its time, and what is left is input."""
     left = 1 - busy - sum(idle.values())
     shares = {"input": left, **idle}
@@ -22,6 +22,7 @@ def lane(stage, *, busy=0.5, fill=0.0, underway=0.0, waited=None, **idle):
         span_ns=SPAN_NS,
         busy_ns={Kind.F: int(busy * SPAN_NS), Kind.B: 0, Kind.W: 0},
         idle_ns={cause: int(shares.get(cause.value, 0) * SPAN_NS) for cause in IdleCause},
+        late_ns=int(late * SPAN_NS),
         fill_ns=int(fill * SPAN_NS),
         underway_ns=int(underway * SPAN_NS),
         waited_ns={s: int(share * SPAN_NS) for s, share in (waited or {}).items()},
@@ -79,6 +80,11 @@ def test_each_cause_has_its_remedy(cause, schedule, remedy):
 def test_what_costs_little_is_not_worth_saying(cause):
     (advice,) = said(lane(0, **{cause: 0.015}), lane(1))
     assert "for a cause of its own" in advice.finding
+
+
+def test_stages_that_begin_late_are_not_slow_between_kernels():
+    (advice,) = said(lane(0), lane(1, dispatch=0.3, late=0.29))
+    assert advice.finding.startswith("58.0 % of the idle time of stage 1 is dispatch before they")
 
 
 def test_filling_and_draining_ask_for_microbatches():
