@@ -133,7 +133,7 @@ def _train(
     if pipeline.meeting.process_index == 0:
         (folder / "parameters.sha256").write_text(digest + "\n", encoding="utf-8")
     console.print(f"parameters sha256 {digest}")
-    console.print(last.summary(folder, is_traced=config.run.trace_every > 0))
+    console.print(last.summary(config, folder))
     return 0
 
 
@@ -187,16 +187,16 @@ class _LastRecord(Observer):
         self._first = self._first or record
         self._last = record
 
-    def summary(self, folder: Path, *, is_traced: bool) -> str:
+    def summary(self, config: RunConfig, folder: Path) -> str:
         assert self._first is not None
         assert self._last is not None
         metrics = self._last.metrics
         text = f"loss {self._first.metrics.loss:.4f} -> {metrics.loss:.4f} nats per token"
         if self._last.held_out_loss is not None:
             text += f", {self._last.held_out_loss:.4f} on held-out text"
-        text = f"trained {metrics.step} steps: {text}; see {folder}"
-        report = f"rrfp report {shlex.quote(str(folder))}"
-        return f"{text}; where the time went: {report}" if is_traced else text
+        if config.run.trace_every:
+            text += f"; where the time went: rrfp report {shlex.quote(str(folder))}"
+        return f"trained {metrics.step} steps: {text}; see {folder}"
 
     def __exit__(self, *_: object) -> None:
         """Nothing to close."""
