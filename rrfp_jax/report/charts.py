@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from rrfp_jax.dispatch.idle import IdleCause
 from rrfp_jax.report.totals import LaneTotals
-from rrfp_jax.report.words import lane_name, megabytes, percent, seconds
+from rrfp_jax.report.words import lane_name, size, percent, seconds
 from rrfp_jax.task import Kind
 
 KINDS = {
@@ -30,7 +30,7 @@ def legend() -> str:
 def idle_table(totals: Sequence[LaneTotals], *, replicas: int) -> str:
     """For each lane a stacked bar of its time, and the same in figures."""
     causes = [c for c in IdleCause if any(t.idle_ns[c] for t in totals)]
-    head = ["stage", "", "time", "busy", "idle", *(f"idle: {cause.value}" for cause in causes)]
+    head = ["stage", "", "time", "busy", "idle", *(cause.value for cause in causes)]
     rows = []
     for each in totals:
         parts = [(kind.value, f"busy: {kind.value}", each.busy_ns[kind]) for kind in Kind]
@@ -73,8 +73,8 @@ def memory_table(totals: Sequence[LaneTotals], *, replicas: int) -> str:
                 lane_name(each.lane, replicas=replicas),
                 f'<div class="held"><div class="in" style="width:{_share(held, largest)}"></div>'
                 f"{mark}</div>",
-                megabytes(held),
-                "no limit" if budget is None else megabytes(budget),
+                size(held),
+                "no limit" if budget is None else size(budget),
                 "" if budget is None else percent(held, budget),
             ]
         )

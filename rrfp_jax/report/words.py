@@ -21,9 +21,12 @@ def percent(part: float, whole: float) -> str:
     return f"{share:.1f} %"
 
 
-def megabytes(num_bytes: float) -> str:
-    """``17.27 MB``."""
-    return f"{num_bytes / 1e6:,.2f} MB"
+def size(num_bytes: float) -> str:
+    """``1.2 GB``, ``17.27 MB`` or ``8.5 kB``."""
+    for unit_bytes, unit in ((1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.2f} {unit}"
+    return f"{num_bytes / 1e3:.2f} kB"
 
 
 def lane_name(lane: Lane, *, replicas: int) -> str:

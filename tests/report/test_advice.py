@@ -7,7 +7,7 @@ from rrfp_jax.dispatch.idle import IdleCause
 from rrfp_jax.report.advice import advise, summarise
 from rrfp_jax.report.reading import Lane
 from rrfp_jax.report.totals import LaneTotals
-from rrfp_jax.report.words import seconds, stages
+from rrfp_jax.report.words import seconds, size, stages
 from rrfp_jax.task import Kind
 
 SPAN_NS = 10**9
@@ -118,5 +118,6 @@ def test_the_summary_adds_up():
 
 def test_numbers_read_as_people_say_them():
     assert [seconds(ns) for ns in (1_500, 2_340_000, 1.5e9)] == ["2 µs", "2.34 ms", "1.5 s"]
+    assert [size(n) for n in (8500, 17_270_784)] == ["8.50 kB", "17.27 MB"]
     assert stages([3]) == "stage 3"
     assert stages([0, 1, 2, 5]) == "stages 0-2 and 5"
