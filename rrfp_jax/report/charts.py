@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from rrfp_jax.dispatch.idle import IdleCause
 from rrfp_jax.report.totals import LaneTotals
-from rrfp_jax.report.words import lane_name, size, percent, seconds
+from rrfp_jax.report.words import lane_name, percent, seconds, size
 from rrfp_jax.task import Kind
 
 KINDS = {
