@@ -61,6 +61,7 @@ examples:
   rrfp simulate --stages 8 --microbatches 32 --workload lm
   rrfp simulate --from runs/mine
   rrfp checkpoint ls runs/mine
+  rrfp report runs/mine --steps 1,41
   rrfp bench kernels
   rrfp bench faults configs/lm_tiny.yaml --kills 20
   rrfp bench variability configs/emulated.yaml --processes 8
@@ -326,6 +327,20 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return verdict.conclude(console, as_json=arguments.json)
 
 
+def _report(arguments: argparse.Namespace) -> int:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a hint of the user's own may lie
+    from rrfp_jax.commands import report
+
+    report.run(
+        Path(arguments.run_dir),
+        _console(),
+        steps=arguments.steps,
+        output=Path(arguments.output) if arguments.output else None,
+    )
+    return 0
+
+
 def _bench_kernels(arguments: argparse.Namespace) -> int:
     _use_host_devices(3)
     from rrfp_jax.commands import bench_kernels
@@ -577,6 +592,26 @@ def _parser() -> argparse.ArgumentParser:
     _takes_json(simulate)
     simulate.set_defaults(command=_simulate)
 
+    report = commands.add_parser(
+        "report",
+        help="show where the time of a run went",
+        description="Writes report.html in a run directory: the timeline of every stage, why "
+        "stages were idle, loss, throughput and memory, what the hint wanted and what ran, and in "
+        "words what to change. Needs steps that were traced (run.trace_every). See "
+        "docs/reports.md.",
+    )
+    report.add_argument("run_dir", metavar="RUN_DIR", help="as rrfp train has written it")
+    report.add_argument(
+        "--steps",
+        type=_steps,
+        default=(),
+        metavar="A,B",
+        help="traced steps to draw and add up (default: draw the first, a median one and the "
+        "slowest, add up all)",
+    )
+    report.add_argument("--output", metavar="FILE", help="default: report.html in RUN_DIR")
+    report.set_defaults(command=_report)
+
     config = commands.add_parser("config", help="print every key of a config, with its default")
     config.set_defaults(command=_config)
 
@@ -715,6 +750,12 @@ def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
     return int(text)
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"expected steps such as 1,41, got {text!r}")
+    return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
 def _index(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,8 @@ class _LastRecord(Observer):
             text += f", {self._last.held_out_loss:.4f} on held-out text"
         if emulated := what_is_emulated(config):
             text += f"; {emulated}"
+        if config.run.trace_every:
+            text += f"; where the time went: rrfp report {shlex.quote(str(folder))}"
         return f"trained {metrics.step} steps: {text}; see {folder}"
 
     def __exit__(self, *_: object) -> None:

@@ -54,7 +54,13 @@ def task_rows(step: int, record: GroupRecord, origin_ns: int) -> Iterator[dict[s
 
 
 def idle_row(
-    step: int, record: GroupRecord, span: Span, origin_ns: int, *, step_time_s: float
+    step: int,
+    record: GroupRecord,
+    span: Span,
+    origin_ns: int,
+    *,
+    num_replicas: int,
+    step_time_s: float,
 ) -> dict[str, Any]:
     """The line for a stage group's step: its waits, and their sums by cause.
 
@@ -65,6 +71,7 @@ def idle_row(
       record: What the group did.
       span: Of the step, over all stage groups.
       origin_ns: What times are counted from.
+      num_replicas: Of the pipeline.
       step_time_s: Of the whole step, with what comes before and after the tasks.
     """
     waits = list(framed(record, span))
@@ -73,6 +80,8 @@ def idle_row(
         idle_ns[wait.cause.value] += wait.ended_ns - wait.started_ns
     return {
         "step": step,
+        "stages": record.shape.num_stages,
+        "replicas": num_replicas,
         "started_ns": span.started_ns - origin_ns,
         "ended_ns": span.ended_ns - origin_ns,
         "step_time_s": step_time_s,

@@ -70,7 +70,14 @@ class TraceFiles(Observer):
             group = each.group
             tasks, idle = self._files[group.replica, group.stage]
             rows = list(task_rows(metrics.step, each, origin_ns))
-            row = idle_row(metrics.step, each, span, origin_ns, step_time_s=metrics.step_time_s)
+            row = idle_row(
+                metrics.step,
+                each,
+                span,
+                origin_ns,
+                num_replicas=self._topology.num_replicas,
+                step_time_s=metrics.step_time_s,
+            )
             tasks.writelines(json.dumps(task) + "\n" for task in rows)
             idle.write(json.dumps(row) + "\n")
             if self._member(group) == 0:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from support.processes import ROOT, alone, job, wait_all
 
+from rrfp_jax.report.page import make_report
+
 SCRIPT = str(ROOT / "tests" / "support" / "toy_job.py")
 # For processes that start, compile and train on two busy cores.
 LIMIT_S = 120.0
@@ -137,11 +139,27 @@ def test_the_command_that_trains_in_one_process_trains_in_four(tmp_path):
     stages = [f"stage{k}.jsonl" for k in range(4)]
     assert traces == {*stages, *(f"idle.{name}" for name in stages), "trace.perfetto.json"}
     events = json.loads((four / "trace" / "trace.perfetto.json").read_text())["traceEvents"]
+    check_idle_time(four)
     starts = {event["name"]: event["ts"] for event in events if event["ph"] == "X"}
     assert len(starts) == 8 * (2 + 3 * 3)
     for stage in (1, 2, 3):
         for m in range(8):
             assert starts[f"F{stage - 1}.{m}"] < starts[f"F{stage}.{m}"] < starts[f"B{stage}.{m}"]
+
+
+def check_idle_time(folder):
+    """Every process tells all of its time, on a span that all share."""
+    rows = [
+        json.loads(line)
+        for path in (folder / "trace").glob("idle.*")
+        for line in path.read_text().splitlines()
+    ]
+    assert len(rows) == 4
+    assert len({(row["started_ns"], row["ended_ns"]) for row in rows}) == 1
+    for row in rows:
+        told_ns = row["busy_ns"] + sum(row["idle_ns"].values())
+        assert told_ns == row["ended_ns"] - row["started_ns"]
+    assert "4 stages, 8 microbatches a step" in make_report(folder).page
 
 
 def losses(folder):
