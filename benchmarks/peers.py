@@ -163,17 +163,20 @@ def _print(console: Console, arguments: argparse.Namespace, measured: Sequence[M
         f"microbatches, unit {1e3 * arguments.unit_s:g} ms, {tables} table{'s' * (tables > 1)}"
     )
     table.add_column("schedule", no_wrap=True)
-    for column in ("step, ms", f"of {BASE}", "least, most", "of simulated"):
+    for column in ("step, ms", "ratio", "over tables", "of simulated"):
         table.add_column(column, justify="right")
     for each in summaries:
         table.add_row(
             each.contender,
             f"{1e3 * each.step_s:.0f}",
             f"{each.ratio:.3f}",
-            f"{min(each.ratios):.3f}, {max(each.ratios):.3f}",
+            f"{min(each.ratios):.3f}-{max(each.ratios):.3f}",
             "" if each.over_simulated is None else f"{each.over_simulated:.3f}",
         )
     console.print(table)
+    console.print(
+        f"ratio: to {BASE}, median over tables; of simulated: step over what the simulator gives"
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
