@@ -14,6 +14,7 @@ from typing import Any
 
 from rrfp_jax.config import RunConfig
 from rrfp_jax.config.file import load_config
+from rrfp_jax.config.variability import what_is_emulated
 from rrfp_jax.dispatch.idle import IdleCause
 from rrfp_jax.report.advice import MEANINGS, advise, summarise
 from rrfp_jax.report.charts import KINDS, curve, idle_table, legend, memory_table
@@ -156,13 +157,9 @@ def _lead(config: RunConfig, first: LaneStep, chosen: Mapping[int, _Step]) -> st
 
 
 def _emulated(config: RunConfig) -> list[str]:
-    """Says what was not measured but injected, if anything was."""
-    section = config.variability
-    given = section.model_dump(mode="json", exclude_defaults=True, exclude={"seed"})
-    if not given:
-        return []
-    keys = ", ".join(f"variability.{key}={value}" for key, value in given.items())
-    return [f"Emulated: this run was slowed down on purpose ({keys}), and its times say so."]
+    """Says what was not measured but told, if anything was."""
+    words = what_is_emulated(config)
+    return [f"{words[:1].upper()}{words[1:]}. The times below say so."] if words else []
 
 
 def _tiles(

@@ -90,7 +90,7 @@ def test_the_steps_that_tell_the_most_are_drawn(run):
 
 def test_injected_delays_are_said(tmp_path, root):
     run = write_run(tmp_path / "run", root, "variability.compute_delay_s=0.01")
-    assert "Emulated: this run was slowed down on purpose (variability.compute_delay_s=0.01)" in (
+    assert "Emulated: completions 10 ms late on average. The times below say so." in (
         make_report(run).page
     )
 
